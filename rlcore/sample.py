@@ -31,7 +31,7 @@ class Status(StrEnum):
     """Generation or scoring failed: the sample has no reward and is not trained on."""
 
 
-@dataclass(slots=True)
+@dataclass
 class Sample:
     """One prompt with one response. A group is the list of samples of one prompt."""
 

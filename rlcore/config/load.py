@@ -1,0 +1,204 @@
+"""From TOML files and `--set` options to a `RunConfig`, with errors that name the key.
+
+A file may say `extends = "other.toml"`: that file is read first and this one laid over it, table by table.
+A relative path in a file is taken from that file's folder; one given by `--set`, from the working folder.
+"""
+
+import difflib
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from rlcore.config.tree import RunConfig, Section
+from rlcore.errors import ConfigError
+
+Tree = dict[str, Any]
+
+
+def load_config(path: str | Path, sets: Sequence[str] = ()) -> RunConfig:
+    """Read a run's configuration.
+
+    Args:
+        path: a TOML file.
+        sets: options as `a.b=value`; the value is read as TOML, else taken as text.
+
+    Raises:
+        ConfigError: naming the file or key, what it holds, what is allowed and the nearest right name.
+    """
+    tree = read_toml(Path(path))
+    for text in sets:
+        key, value = parse_set(text)
+        put(tree, key, resolve_paths({key[-1]: value}, _section_at(key[:-1]), Path.cwd())[key[-1]])
+    return build_config(tree)
+
+
+def build_config(tree: Mapping[str, Any]) -> RunConfig:
+    """A `RunConfig` of plain values, with Sluice's own error texts."""
+    try:
+        return RunConfig.model_validate(dict(tree))
+    except ValidationError as error:
+        raise ConfigError("; ".join(explain(error))) from None
+
+
+def with_sets(config: RunConfig, sets: Sequence[str]) -> RunConfig:
+    """A copy of `config` with options of the form `a.b=value` applied."""
+    tree = config.model_dump(mode="python")
+    for text in sets:
+        key, value = parse_set(text)
+        put(tree, key, resolve_paths({key[-1]: value}, _section_at(key[:-1]), Path.cwd())[key[-1]])
+    return build_config(tree)
+
+
+def read_toml(path: Path, seen: tuple[Path, ...] = ()) -> Tree:
+    """The tree of a TOML file and of those it extends, paths resolved."""
+    path = path.expanduser().resolve()
+    if path in seen:
+        raise ConfigError(f"{path} extends itself through {' -> '.join(str(p) for p in seen)}")
+    try:
+        tree = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"config file {path} does not exist") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config file {path} cannot be read: {error}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"config file {path} is not valid TOML: {error}") from None
+    base = tree.pop("extends", None)
+    if base is not None and not isinstance(base, str):
+        raise ConfigError(f"extends in {path} must be the path of a TOML file, not {base!r}")
+    tree = resolve_paths(tree, RunConfig, path.parent)
+    return merge(read_toml(path.parent / base, (*seen, path)), tree) if base else tree
+
+
+def merge(base: Tree, over: Tree) -> Tree:
+    """`over` laid on `base`, table by table; lists and values replace."""
+    out = dict(base)
+    for key, value in over.items():
+        both = isinstance(value, dict) and isinstance(out.get(key), dict)
+        out[key] = merge(out[key], value) if both else value
+    return out
+
+
+def parse_set(text: str) -> tuple[list[str], Any]:
+    """`a.b=value` as its key path and value."""
+    key, equals, raw = text.partition("=")
+    parts = [part.strip() for part in key.split(".")]
+    if not equals or not all(parts):
+        raise ConfigError(f"--set {text!r} is not of the form section.key=value")
+    try:
+        return parts, tomllib.loads(f"v = {raw}")["v"]
+    except tomllib.TOMLDecodeError:
+        return parts, raw.strip()
+
+
+def put(tree: Tree, key: Sequence[str], value: Any) -> None:
+    """Set one key of a nested tree, making the tables on the way."""
+    for part in key[:-1]:
+        node = tree.setdefault(part, {})
+        if not isinstance(node, dict):
+            raise ConfigError(f"--set {'.'.join(key)}: {part} is a value, not a section")
+        tree = node
+    tree[key[-1]] = value
+
+
+# --- paths ------------------------------------------------------------------------------------------
+
+
+def resolve_paths(tree: Tree, section: type[BaseModel] | None, folder: Path) -> Tree:
+    """`tree` with the relative paths of its path fields made absolute against `folder`."""
+    if section is None:
+        return tree
+    out = dict(tree)
+    for name, field in section.model_fields.items():
+        value = tree.get(name)
+        kind = _path_kind(field)
+        inner = _section_of(field)
+        if kind and isinstance(value, str):
+            out[name] = _absolute(value, kind, folder)
+        elif inner and isinstance(value, dict):
+            out[name] = resolve_paths(value, inner, folder)
+        elif inner and isinstance(value, list):
+            out[name] = [resolve_paths(v, inner, folder) if isinstance(v, dict) else v for v in value]
+    return out
+
+
+def _absolute(value: str, kind: str, folder: Path) -> str:
+    if not value or "://" in value:
+        return value
+    if kind == "function":
+        file, colon, function = value.rpartition(":")
+        if not file.endswith(".py"):
+            return value
+        return f"{(folder / Path(file).expanduser()).resolve()}{colon}{function}"
+    return str((folder / Path(value).expanduser()).resolve())
+
+
+def _path_kind(field: FieldInfo) -> str | None:
+    for info in (field, *(m for arg in get_args(field.annotation) for m in getattr(arg, "__metadata__", ()))):
+        extra = getattr(info, "json_schema_extra", None)
+        if isinstance(extra, dict) and "sluice_path" in extra:
+            return str(extra["sluice_path"])
+    return None
+
+
+def _section_of(field: FieldInfo) -> type[Section] | None:
+    for kind in (field.annotation, *get_args(field.annotation)):
+        if isinstance(kind, type) and issubclass(kind, Section):
+            return kind
+    return None
+
+
+def _section_at(key: Sequence[str]) -> type[BaseModel] | None:
+    section: type[BaseModel] | None = RunConfig
+    for part in key:
+        field = section.model_fields.get(part) if section else None
+        section = _section_of(field) if field else None
+    return section
+
+
+# --- errors -----------------------------------------------------------------------------------------
+
+
+def explain(error: ValidationError) -> Iterator[str]:
+    """Pydantic's findings as sentences: key, value, what is allowed, nearest right name."""
+    for item in error.errors():
+        key = ".".join(str(part) for part in item["loc"])
+        kind, context = item["type"], item.get("ctx", {})
+        if kind == "extra_forbidden":
+            yield _unknown_key(key, item["loc"])
+        elif kind == "missing":
+            yield f"{key} is missing: {_help(item['loc'])}"
+        elif kind == "value_error":
+            yield str(context["error"])
+        else:
+            said = item["msg"].removeprefix("Input should be ")
+            yield f"{key} = {item['input']!r} is not allowed: it should be {said}"
+
+
+def _unknown_key(key: str, loc: tuple[str | int, ...]) -> str:
+    section = _section_at([str(part) for part in loc[:-1] if not isinstance(part, int)])
+    names = list(section.model_fields) if section else []
+    prefix = ".".join(str(part) for part in loc[:-1])
+    near = difflib.get_close_matches(str(loc[-1]), names, n=1, cutoff=0.6)
+    if near:
+        return f"unknown setting {key}: did you mean {prefix + '.' if prefix else ''}{near[0]}?"
+    everywhere = [f"{s}.{n}" for s, f in RunConfig.model_fields.items() for n in _names(f)]
+    near = [full for full in everywhere if full.split(".")[1] == str(loc[-1])]
+    if near:
+        return f"unknown setting {key}: did you mean {near[0]}?"
+    return f"unknown setting {key}: {prefix or 'the top level'} has {', '.join(sorted(names))}"
+
+
+def _names(field: FieldInfo) -> list[str]:
+    section = _section_of(field)
+    return list(section.model_fields) if section else []
+
+
+def _help(loc: tuple[str | int, ...]) -> str:
+    section = _section_at([str(part) for part in loc[:-1] if not isinstance(part, int)])
+    field = section.model_fields.get(str(loc[-1])) if section else None
+    text = (field.description or "") if field else ""
+    return text[:1].lower() + text[1:].rstrip(".") if text else "it has no default"

@@ -1,0 +1,419 @@
+"""The configuration of a run: one strict tree of frozen sections.
+
+Invariants:
+- An unknown key, a wrong type, a value out of range or a contradiction is an error before anything starts.
+- The line under each field is its help text: in `sluice config schema`, in Prefect's form and in the docs.
+- A path is absolute or a URL once the tree is loaded (`rlcore.config.load` resolves it against its file).
+- Fields listed in a section's `OPERATIONAL` do not change what is computed, so they are no part of a digest.
+"""
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+FilePath = Annotated[str, Field(json_schema_extra={"sluice_path": "file"})]
+"""A path; may carry a row slice such as `train.jsonl@[0:100]`."""
+FunctionPath = Annotated[str, Field(json_schema_extra={"sluice_path": "function"})]
+"""`module:function`, `module.function` or `file.py:function`."""
+PositiveInt = Annotated[int, Field(ge=1)]
+Scalar = bool | int | float | str
+
+
+class Section(BaseModel):
+    """Base of all sections: frozen, and strict about unknown keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, strict=True)
+    OPERATIONAL: ClassVar[frozenset[str]] = frozenset()
+
+
+class RunSection(Section):
+    """Identity of the run."""
+
+    OPERATIONAL = frozenset({"id"})
+
+    id: Annotated[str, Field(pattern=r"^([a-z0-9][a-z0-9._-]{0,79})?$")] = ""
+    """Name of the run: lower-case letters, digits, '.', '_', '-'. Empty: made from the date and time."""
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    """Seeds shuffling, sampling and initialisation."""
+
+
+class ModelConfig(Section):
+    """The model that is trained."""
+
+    path: FilePath = ""
+    """Hugging Face folder with weights, config.json and tokenizer."""
+    build: FunctionPath = ""
+    """Instead of `path`: a function `(folder: Path, seed: int) -> None` that writes such a folder."""
+    tokenizer: FilePath = ""
+    """Folder of the tokenizer, where it is not the model's."""
+    trust_remote_code: bool = False
+    """Allow Python code that comes with the model folder to run."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> "ModelConfig":
+        if bool(self.path) == bool(self.build):
+            raise ValueError("give exactly one of model.path and model.build")
+        return self
+
+
+class DataConfig(Section):
+    """The prompts to train on."""
+
+    path: FilePath
+    """JSONL or Parquet file, or a folder saved by Hugging Face datasets; rows as `file.jsonl@[0:100]`."""
+    input_key: str = "prompt"
+    """Column of the prompt: text, or a list of chat messages."""
+    label_key: str | None = None
+    """Column of the right answer, handed to the reward function."""
+    metadata_key: str = "metadata"
+    """Column with a JSON object handed to the reward function; rows may lack it."""
+    tool_key: str | None = None
+    """Column with a list of tool descriptions for the chat template."""
+    apply_chat_template: bool = False
+    """Turn the prompt into text by the tokenizer's chat template, generation prompt added."""
+    apply_chat_template_kwargs: dict[str, Scalar] = {}
+    """More arguments of the chat template."""
+    shuffle: bool = True
+    """Visit the rows of each epoch in an order drawn from run.seed and the epoch."""
+    skip_bad_rows: bool = False
+    """Skip and count rows that cannot be read, instead of stopping with an error."""
+    max_prompt_len: PositiveInt | None = None
+    """Leave out prompts of more tokens than this; the count is reported."""
+
+
+class RolloutConfig(Section):
+    """How responses are generated."""
+
+    OPERATIONAL = frozenset(
+        {"concurrency", "request_timeout_s", "request_retries", "start_timeout_s", "num_engines"}
+    )
+
+    engine: Literal["embedded", "sglang"] = "embedded"
+    """`embedded` runs on CPU inside this package; `sglang` needs a GPU."""
+    rollout_batch_size: PositiveInt = 32
+    """Prompts an iteration."""
+    n_samples_per_prompt: PositiveInt = 8
+    """Responses a prompt: the size of a group."""
+    max_response_len: PositiveInt = 1024
+    """Most tokens of a response."""
+    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
+    """Sampling temperature; the trainer divides its logits by it too."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Nucleus sampling; 1 is off."""
+    top_k: Annotated[int, Field(ge=-1)] = -1
+    """Sample among the k likeliest tokens; -1 is off."""
+    stop: list[str] = []
+    """Strings that end a response."""
+    stop_token_ids: list[int] = []
+    """Token ids that end a response, beside the end-of-sequence id."""
+    skip_special_tokens: bool = False
+    """Leave special tokens out of the response text."""
+    custom_generate_function_path: FunctionPath | None = None
+    """A function `async generate(args, sample, sampling_params) -> Sample` in place of one plain request."""
+    num_engines: PositiveInt | None = None
+    """Engines to run; default: cluster.rollout_num_gpus / cluster.rollout_num_gpus_per_engine."""
+    context_length: PositiveInt | None = None
+    """Longest prompt plus response of the engine; default: the model's."""
+    max_running_requests: PositiveInt | None = None
+    """Requests an engine works on at once; default: the engine's own choice."""
+    concurrency: PositiveInt = 512
+    """Samples in flight at an engine at once."""
+    request_timeout_s: Annotated[float, Field(gt=0)] = 600.0
+    """Seconds after which a request to an engine is given up and tried elsewhere."""
+    request_retries: Annotated[int, Field(ge=0)] = 3
+    """How often a failed request is sent again."""
+    start_timeout_s: Annotated[float, Field(gt=0)] = 600.0
+    """Seconds an engine may take to answer its first health check."""
+
+    @model_validator(mode="after")
+    def _greedy_has_no_groups(self) -> "RolloutConfig":
+        if self.temperature == 0 and self.n_samples_per_prompt > 1:
+            raise ValueError(
+                "rollout.temperature = 0 gives the same response n_samples_per_prompt "
+                f"= {self.n_samples_per_prompt} times; use a temperature above 0"
+            )
+        return self
+
+
+class RewardConfig(Section):
+    """How responses are scored."""
+
+    OPERATIONAL = frozenset({"workers"})
+
+    custom_rm_path: FunctionPath
+    """A function `reward(args, sample, **kwargs) -> float | dict`, or a batched one taking a list of samples."""
+    batched: bool = False
+    """The function takes a list of samples and returns a list of rewards."""
+    reward_key: str | None = None
+    """Key of the reward to train on, where the function returns a dict."""
+    timeout_s: Annotated[float, Field(gt=0)] = 30.0
+    """Seconds the function may take for one call; a sample over it is marked failed."""
+    workers: PositiveInt = 1
+    """Processes that score."""
+    max_failed: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of an iteration's samples that may fail to be scored before the run stops."""
+
+
+class FilterConfig(Section):
+    """Which groups are trained on."""
+
+    dynamic_sampling_filter_path: FunctionPath | Literal["nonzero_std"] | None = None
+    """`nonzero_std` drops groups of equal rewards; or a function `filter(args, samples, **kwargs) -> bool`."""
+
+
+class AlgorithmConfig(Section):
+    """Advantages and loss."""
+
+    advantage_estimator: Literal["grpo"] = "grpo"
+    """`grpo`: the reward less its group's mean (arXiv 2402.03300)."""
+    grpo_std_normalization: bool = True
+    """Divide the advantage by its group's standard deviation; off is Dr.GRPO (arXiv 2503.20783)."""
+    clip_low: Annotated[float, Field(ge=0, lt=1)] = 0.2
+    """The ratio is clipped below at 1 - clip_low."""
+    clip_high: Annotated[float, Field(ge=0)] = 0.2
+    """The ratio is clipped above at 1 + clip_high."""
+    loss_aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
+    """Mean over all tokens of an optimizer step, or over its sequences' own means."""
+    use_kl_loss: bool = False
+    """Add a KL term against the starting model."""
+    kl_loss_coef: Annotated[float, Field(ge=0)] = 0.001
+    """Weight of the KL term."""
+    kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = "k3"
+    """Estimator of the KL term."""
+    use_rollout_logprobs: bool = False
+    """Take the old log-probs from the engine instead of computing them again in the trainer."""
+    max_logprob_gap: Annotated[float, Field(gt=0)] | None = None
+    """Stop when the mean gap between engine and trainer log-probs is larger than this."""
+
+
+class TrainConfig(Section):
+    """The optimizer and the trainer."""
+
+    OPERATIONAL = frozenset({"max_tokens_per_gpu", "deadline_s"})
+
+    backend: Literal["fsdp", "megatron"] = "fsdp"
+    """`fsdp` trains Hugging Face models as they are; `megatron` does not exist yet."""
+    num_iterations: PositiveInt = 100
+    """Iterations of the run."""
+    global_batch_size: PositiveInt = 256
+    """Samples an optimizer step."""
+    num_steps_per_rollout: PositiveInt = 1
+    """Optimizer steps an iteration."""
+    lr: Annotated[float, Field(ge=0)] = 1e-6
+    """Peak learning rate."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Course of the learning rate after the warm-up."""
+    lr_warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Optimizer steps over which the learning rate rises from 0."""
+    lr_min: Annotated[float, Field(ge=0)] = 0.0
+    """Learning rate that linear and cosine end at."""
+    adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """AdamW's first-moment decay."""
+    adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.98
+    """AdamW's second-moment decay."""
+    adam_eps: Annotated[float, Field(gt=0)] = 1e-8
+    """AdamW's epsilon."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """AdamW's decoupled weight decay."""
+    clip_grad: Annotated[float, Field(gt=0)] = 1.0
+    """Largest global gradient norm."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """Precision of forward and backward; the master weights stay float32."""
+    max_tokens_per_gpu: PositiveInt = 8192
+    """Most tokens of a packed micro-batch on one rank."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in backward to save memory."""
+    deadline_s: Annotated[float, Field(gt=0)] = 3600.0
+    """Seconds after which a training step counts as hung."""
+
+
+class WeightsConfig(Section):
+    """How new weights reach the engines."""
+
+    transport: Literal["disk", "tensor"] = "disk"
+    """`disk`: a safetensors folder that the engines load; `tensor`: over HTTP."""
+    canary_prompts: Annotated[int, Field(ge=1)] = 4
+    """Fixed token sequences whose log-probs engine and trainer must agree on after each sync."""
+    canary_tolerance: Annotated[float, Field(gt=0)] | None = None
+    """Largest mean absolute difference; default: 1e-3 where both compute in float32, else 0.1."""
+
+
+class EvalDataset(Section):
+    """One held-out data set."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")]
+    """Name in the metrics."""
+    path: FilePath
+    """As data.path."""
+    n_samples_per_eval_prompt: PositiveInt = 1
+    """Responses a prompt."""
+    temperature: Annotated[float, Field(ge=0)] = 0.0
+    """Sampling temperature."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Nucleus sampling."""
+    max_response_len: PositiveInt | None = None
+    """Default: rollout.max_response_len."""
+    pass_threshold: float = 1.0
+    """Smallest reward that counts as solved in pass@k."""
+
+
+class EvalConfig(Section):
+    """Evaluation during training."""
+
+    eval_interval: PositiveInt | None = None
+    """Iterations between evaluations; none: never."""
+    datasets: list[EvalDataset] = []
+    """What to evaluate on."""
+
+    @model_validator(mode="after")
+    def _has_datasets(self) -> "EvalConfig":
+        if self.eval_interval is not None and not self.datasets:
+            raise ValueError("eval.eval_interval is set but eval.datasets is empty")
+        names = [d.name for d in self.datasets]
+        if len(set(names)) != len(names):
+            raise ValueError(f"eval.datasets has two entries of one name: {names}")
+        return self
+
+
+class CheckpointConfig(Section):
+    """What is kept of the trained model."""
+
+    save_interval: PositiveInt | None = None
+    """Iterations between Hugging Face checkpoints; the last iteration always makes one."""
+    keep_last: PositiveInt = 2
+    """Checkpoints, and trainer states, kept; older ones are removed."""
+    state_interval: PositiveInt = 1
+    """Iterations between saved trainer states; those between are made again from stored batches on a resume."""
+
+
+class StorageConfig(Section):
+    """Where runs are kept."""
+
+    root: FilePath = "sluice-data"
+    """Folder or URL (file://, s3://, memory://) of all runs."""
+    options: dict[str, Scalar] = {}
+    """More arguments of the file system, such as endpoint_url. Secrets belong in the environment."""
+    lease_ttl_s: Annotated[float, Field(ge=2)] = 120.0
+    """Seconds after which a driver that shows no life loses the run."""
+
+
+class ClusterConfig(Section):
+    """What the run takes of a Ray cluster."""
+
+    ray_address: str = "local"
+    """`local` starts a private Ray; else host:port of a running head."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where trainers compute."""
+    actor_num_nodes: PositiveInt = 1
+    """Nodes of the trainer."""
+    actor_num_gpus_per_node: PositiveInt = 1
+    """Trainer ranks on each node."""
+    rollout_num_gpus: PositiveInt = 1
+    """GPUs of all engines (on CPU: engine slots)."""
+    rollout_num_gpus_per_engine: PositiveInt = 1
+    """GPUs of one engine: its tensor-parallel size."""
+    colocate: bool = False
+    """Trainer and engines share GPUs."""
+
+
+class RunConfig(Section):
+    """Everything a run is made of."""
+
+    run: RunSection = RunSection()
+    """Identity of the run."""
+    model: ModelConfig
+    """The model that is trained."""
+    data: DataConfig
+    """The prompts to train on."""
+    rollout: RolloutConfig = RolloutConfig()
+    """How responses are generated."""
+    sglang: dict[str, Scalar] = {}
+    """Arguments of SGLang's server, by their own names."""
+    reward: RewardConfig
+    """How responses are scored."""
+    filter: FilterConfig = FilterConfig()
+    """Which groups are trained on."""
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    """Advantages and loss."""
+    train: TrainConfig = TrainConfig()
+    """The optimizer and the trainer."""
+    weights: WeightsConfig = WeightsConfig()
+    """How new weights reach the engines."""
+    eval: EvalConfig = EvalConfig()
+    """Evaluation during training."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """What is kept of the trained model."""
+    storage: StorageConfig = StorageConfig()
+    """Where runs are kept."""
+    cluster: ClusterConfig = ClusterConfig()
+    """What the run takes of a Ray cluster."""
+
+    @model_validator(mode="after")
+    def _batches_add_up(self) -> "RunConfig":
+        made = self.rollout.rollout_batch_size * self.rollout.n_samples_per_prompt
+        used = self.train.global_batch_size * self.train.num_steps_per_rollout
+        if made != used:
+            raise ValueError(
+                f"rollout.rollout_batch_size x rollout.n_samples_per_prompt = "
+                f"{self.rollout.rollout_batch_size} x {self.rollout.n_samples_per_prompt} = {made}, but "
+                f"train.global_batch_size x train.num_steps_per_rollout = {self.train.global_batch_size} x "
+                f"{self.train.num_steps_per_rollout} = {used}; they must be equal "
+                f"(train.global_batch_size = {max(1, made // self.train.num_steps_per_rollout)} would do)"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _groups_have_a_baseline(self) -> "RunConfig":
+        if self.rollout.n_samples_per_prompt == 1 and self.algorithm.advantage_estimator == "grpo":
+            raise ValueError(
+                "rollout.n_samples_per_prompt = 1 with algorithm.advantage_estimator = 'grpo': a group of one "
+                "has no baseline and every advantage is 0; use 2 or more"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _backends_exist(self) -> "RunConfig":
+        if self.train.backend == "megatron":
+            raise ValueError("train.backend = 'megatron' does not exist yet; use 'fsdp'")
+        if self.rollout.engine == "embedded" and self.sglang:
+            raise ValueError(
+                f"sglang.{next(iter(self.sglang))} is set but rollout.engine = 'embedded'; "
+                "set rollout.engine = 'sglang' or remove it"
+            )
+        if self.cluster.rollout_num_gpus % self.cluster.rollout_num_gpus_per_engine:
+            raise ValueError(
+                f"cluster.rollout_num_gpus = {self.cluster.rollout_num_gpus} is no multiple of "
+                f"cluster.rollout_num_gpus_per_engine = {self.cluster.rollout_num_gpus_per_engine}"
+            )
+        return self
+
+    @property
+    def num_engines(self) -> int:
+        """Engines of the run."""
+        return self.rollout.num_engines or (
+            self.cluster.rollout_num_gpus // self.cluster.rollout_num_gpus_per_engine
+        )
+
+    @property
+    def world_size(self) -> int:
+        """Trainer ranks of the run."""
+        return self.cluster.actor_num_nodes * self.cluster.actor_num_gpus_per_node
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps of the run: the length of the learning-rate schedule."""
+        return self.train.num_iterations * self.train.num_steps_per_rollout
+
+    @property
+    def canary_tolerance(self) -> float:
+        """Largest mean absolute log-prob difference between engine and trainer after a sync."""
+        if self.weights.canary_tolerance is not None:
+            return self.weights.canary_tolerance
+        exact = self.rollout.engine == "embedded" and self.train.precision == "float32"
+        return 1e-3 if exact else 0.1
+
+    def due(self, interval: int | None, iteration: int, *, last: bool) -> bool:
+        """Whether something done every `interval` iterations is due after this one."""
+        if last and iteration + 1 == self.train.num_iterations:
+            return True
+        return interval is not None and (iteration + 1) % interval == 0
