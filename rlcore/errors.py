@@ -1,11 +1,11 @@
 """Every error Sluice raises on purpose.
 
-Each class is also the standard exception a caller would expect, takes one message, and pickles, since
-errors cross Ray actors. A message is one sentence that names the file, key, row or setting at fault and
-says what would fix it.
+Each class is also the standard exception a caller would expect, takes one message, and pickles,
+since errors cross Ray actors. A message is one sentence that names the file, key, row or setting at
+fault and says what would fix it.
 
-To add one: derive from `SluiceError` and the nearest standard exception, and say in the docstring when it
-is raised and whether trying again can help.
+To add one: derive from `SluiceError` and the nearest standard exception, and say in the docstring
+when it is raised and whether trying again can help.
 """
 
 
@@ -24,7 +24,7 @@ class SluiceError(Exception):
 
 
 class ConfigError(SluiceError, ValueError):
-    """A setting is unknown, of the wrong type, out of range or contradicts another. Never retried."""
+    """A setting is unknown, of a wrong type, out of range or contradicts another. Never retried."""
 
 
 class DataError(SluiceError, ValueError):

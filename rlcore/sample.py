@@ -2,8 +2,8 @@
 
 Invariants, checked by `validate` and after each `append_response_tokens`:
 - `tokens` holds the prompt's ids followed by the response's; `response_length` counts the latter.
-- `loss_mask` and `rollout_log_probs`, where present, have `response_length` entries. Tokens the model did
-  not generate (tool output) have mask 0 and log-prob 0.0.
+- `loss_mask` and `rollout_log_probs`, where present, have `response_length` entries. Tokens the
+  model did not generate (tool output) have mask 0 and log-prob 0.0.
 - Token ids come from the engine and are never made again from text.
 
 The field names are those of slime's `Sample`, so that plugins written for it keep working.
@@ -126,14 +126,18 @@ class Sample:
         if trainable and (log_probs is None or len(log_probs) != len(tokens)):
             got = "none" if log_probs is None else str(len(log_probs))
             raise DataError(
-                f"sample {self.index}: {len(tokens)} trainable tokens need as many log-probs, got {got}"
+                f"sample {self.index}: {len(tokens)} trainable tokens need as many log-probs, "
+                f"got {got}"
             )
         if not trainable and log_probs is not None:
-            raise DataError(f"sample {self.index}: tokens that are not trained on take no log-probs")
+            raise DataError(
+                f"sample {self.index}: tokens that are not trained on take no log-probs"
+            )
         if self.rollout_log_probs is None:
             if self.response_length and trainable:
                 raise DataError(
-                    f"sample {self.index}: its first {self.response_length} response tokens have no log-probs"
+                    f"sample {self.index}: its first {self.response_length} response tokens "
+                    "have no log-probs"
                 )
             self.rollout_log_probs = [0.0] * self.response_length
         if self.loss_mask is None:
@@ -156,13 +160,15 @@ class Sample:
         """
         if self.response_length > len(self.tokens):
             raise DataError(
-                f"sample {self.index}: response_length {self.response_length} exceeds its {len(self.tokens)} tokens"
+                f"sample {self.index}: response_length {self.response_length} exceeds its "
+                f"{len(self.tokens)} tokens"
             )
         for name in ("loss_mask", "rollout_log_probs", "teacher_log_probs"):
             value = getattr(self, name)
             if value is not None and len(value) != self.response_length:
                 raise DataError(
-                    f"sample {self.index}: {name} has {len(value)} entries for {self.response_length} response tokens"
+                    f"sample {self.index}: {name} has {len(value)} entries for "
+                    f"{self.response_length} response tokens"
                 )
 
     def to_dict(self) -> dict[str, Any]:
@@ -179,5 +185,7 @@ class Sample:
         known = {f.name for f in fields(cls)}
         unknown = sorted(set(data) - known)
         if unknown:
-            raise DataError(f"a sample has no field {', '.join(unknown)}; known are {sorted(known)}")
+            raise DataError(
+                f"a sample has no field {', '.join(unknown)}; known are {sorted(known)}"
+            )
         return cls(**data | {"status": Status(data.get("status", Status.PENDING))})

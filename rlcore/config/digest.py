@@ -1,7 +1,7 @@
 """Digests of a configuration: equal digests mean that the same thing would be computed.
 
-Where a run is stored, how long things may take and how many processes help are no part of a digest, so a
-run can move to another machine and go on.
+Where a run is stored, how long things may take and how many processes help are no part of a digest,
+so a run can move to another machine and go on.
 """
 
 import hashlib
@@ -16,8 +16,8 @@ NOT_COMPUTED = frozenset({"storage", "cluster"})
 def config_digest(config: RunConfig, *sections: str) -> str:
     """SHA-256 over the named sections, or over all that change what a run computes.
 
-    `train.num_iterations` counts only where the learning-rate schedule depends on it, so a run with a
-    constant rate can be made longer.
+    `train.num_iterations` counts only where the learning-rate schedule depends on it, so a run with
+    a constant rate can be made longer.
     """
     names = sections or tuple(n for n in RunConfig.model_fields if n not in NOT_COMPUTED)
     tree: dict[str, Any] = {}

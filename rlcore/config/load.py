@@ -1,7 +1,8 @@
 """From TOML files and `--set` options to a `RunConfig`, with errors that name the key.
 
-A file may say `extends = "other.toml"`: that file is read first and this one laid over it, table by table.
-A relative path in a file is taken from that file's folder; one given by `--set`, from the working folder.
+A file may say `extends = "other.toml"`: that file is read first and this one laid over it, table by
+table. A relative path in a file is taken from that file's folder; one given by `--set`, from the
+working folder.
 """
 
 import difflib
@@ -27,7 +28,7 @@ def load_config(path: str | Path, sets: Sequence[str] = ()) -> RunConfig:
         sets: options as `a.b=value`; the value is read as TOML, else taken as text.
 
     Raises:
-        ConfigError: naming the file or key, what it holds, what is allowed and the nearest right name.
+        ConfigError: naming the file or key, what it holds, what is allowed and the nearest name.
     """
     tree = read_toml(Path(path))
     for text in sets:
@@ -104,7 +105,7 @@ def put(tree: Tree, key: Sequence[str], value: Any) -> None:
     tree[key[-1]] = value
 
 
-# --- paths ------------------------------------------------------------------------------------------
+# --- paths ----------------------------------------------------------------------------------------
 
 
 def resolve_paths(tree: Tree, section: type[BaseModel] | None, folder: Path) -> Tree:
@@ -121,7 +122,9 @@ def resolve_paths(tree: Tree, section: type[BaseModel] | None, folder: Path) -> 
         elif inner and isinstance(value, dict):
             out[name] = resolve_paths(value, inner, folder)
         elif inner and isinstance(value, list):
-            out[name] = [resolve_paths(v, inner, folder) if isinstance(v, dict) else v for v in value]
+            out[name] = [
+                resolve_paths(v, inner, folder) if isinstance(v, dict) else v for v in value
+            ]
     return out
 
 
@@ -137,7 +140,10 @@ def _absolute(value: str, kind: str, folder: Path) -> str:
 
 
 def _path_kind(field: FieldInfo) -> str | None:
-    for info in (field, *(m for arg in get_args(field.annotation) for m in getattr(arg, "__metadata__", ()))):
+    for info in (
+        field,
+        *(m for arg in get_args(field.annotation) for m in getattr(arg, "__metadata__", ())),
+    ):
         extra = getattr(info, "json_schema_extra", None)
         if isinstance(extra, dict) and "sluice_path" in extra:
             return str(extra["sluice_path"])
@@ -159,7 +165,7 @@ def _section_at(key: Sequence[str]) -> type[BaseModel] | None:
     return section
 
 
-# --- errors -----------------------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------
 
 
 def explain(error: ValidationError) -> Iterator[str]:

@@ -1,10 +1,14 @@
 """The configuration of a run: one strict tree of frozen sections.
 
 Invariants:
-- An unknown key, a wrong type, a value out of range or a contradiction is an error before anything starts.
-- The line under each field is its help text: in `sluice config schema`, in Prefect's form and in the docs.
-- A path is absolute or a URL once the tree is loaded (`rlcore.config.load` resolves it against its file).
-- Fields listed in a section's `OPERATIONAL` do not change what is computed, so they are no part of a digest.
+- An unknown key, a wrong type, a value out of range or a contradiction is an error before anything
+  starts.
+- The line under each field is its help text: in `sluice config schema`, in Prefect's form and in
+  the docs.
+- A path is absolute or a URL once the tree is loaded (`rlcore.config.load` resolves it against its
+  file).
+- Fields listed in a section's `OPERATIONAL` do not change what is computed, so they are no part of
+  a digest.
 """
 
 from typing import Annotated, ClassVar, Literal
@@ -22,7 +26,9 @@ Scalar = bool | int | float | str
 class Section(BaseModel):
     """Base of all sections: frozen, and strict about unknown keys."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, strict=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, strict=True
+    )
     OPERATIONAL: ClassVar[frozenset[str]] = frozenset()
 
 
@@ -32,7 +38,7 @@ class RunSection(Section):
     OPERATIONAL = frozenset({"id"})
 
     id: Annotated[str, Field(pattern=r"^([a-z0-9][a-z0-9._-]{0,79})?$")] = ""
-    """Name of the run: lower-case letters, digits, '.', '_', '-'. Empty: made from the date and time."""
+    """Name of the run: lower-case letters, digits, '.', '_', '-'. Empty: made from the date."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """Seeds shuffling, sampling and initialisation."""
 
@@ -43,7 +49,7 @@ class ModelConfig(Section):
     path: FilePath = ""
     """Hugging Face folder with weights, config.json and tokenizer."""
     build: FunctionPath = ""
-    """Instead of `path`: a function `(folder: Path, seed: int) -> None` that writes such a folder."""
+    """Instead of `path`: a function `(folder: Path, seed: int) -> None` that writes it."""
     tokenizer: FilePath = ""
     """Folder of the tokenizer, where it is not the model's."""
     trust_remote_code: bool = False
@@ -60,7 +66,7 @@ class DataConfig(Section):
     """The prompts to train on."""
 
     path: FilePath
-    """JSONL or Parquet file, or a folder saved by Hugging Face datasets; rows as `file.jsonl@[0:100]`."""
+    """JSONL or Parquet file, or a folder of Hugging Face datasets; rows as `f.jsonl@[0:100]`."""
     input_key: str = "prompt"
     """Column of the prompt: text, or a list of chat messages."""
     label_key: str | None = None
@@ -109,7 +115,7 @@ class RolloutConfig(Section):
     skip_special_tokens: bool = False
     """Leave special tokens out of the response text."""
     custom_generate_function_path: FunctionPath | None = None
-    """A function `async generate(args, sample, sampling_params) -> Sample` in place of one plain request."""
+    """A function `async generate(args, sample, sampling_params)` in place of one request."""
     num_engines: PositiveInt | None = None
     """Engines to run; default: cluster.rollout_num_gpus / cluster.rollout_num_gpus_per_engine."""
     context_length: PositiveInt | None = None
@@ -141,7 +147,7 @@ class RewardConfig(Section):
     OPERATIONAL = frozenset({"workers"})
 
     custom_rm_path: FunctionPath
-    """A function `reward(args, sample, **kwargs) -> float | dict`, or a batched one taking a list of samples."""
+    """A function `reward(args, sample, **kwargs) -> float | dict`; a list of them if batched."""
     batched: bool = False
     """The function takes a list of samples and returns a list of rewards."""
     reward_key: str | None = None
@@ -158,7 +164,7 @@ class FilterConfig(Section):
     """Which groups are trained on."""
 
     dynamic_sampling_filter_path: FunctionPath | Literal["nonzero_std"] | None = None
-    """`nonzero_std` drops groups of equal rewards; or a function `filter(args, samples, **kwargs) -> bool`."""
+    """`nonzero_std` drops groups of equal rewards; or `filter(args, samples, **kwargs) -> bool`."""
 
 
 class AlgorithmConfig(Section):
@@ -283,7 +289,7 @@ class CheckpointConfig(Section):
     keep_last: PositiveInt = 2
     """Checkpoints, and trainer states, kept; older ones are removed."""
     state_interval: PositiveInt = 1
-    """Iterations between saved trainer states; those between are made again from stored batches on a resume."""
+    """Iterations between saved trainer states; a resume makes those between from stored batches."""
 
 
 class StorageConfig(Section):
@@ -292,7 +298,7 @@ class StorageConfig(Section):
     root: FilePath = "sluice-data"
     """Folder or URL (file://, s3://, memory://) of all runs."""
     options: dict[str, Scalar] = {}
-    """More arguments of the file system, such as endpoint_url. Secrets belong in the environment."""
+    """More arguments of the file system, such as endpoint_url; secrets go in the environment."""
     lease_ttl_s: Annotated[float, Field(ge=2)] = 120.0
     """Seconds after which a driver that shows no life loses the run."""
 
@@ -350,15 +356,21 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _batches_add_up(self) -> "RunConfig":
-        made = self.rollout.rollout_batch_size * self.rollout.n_samples_per_prompt
-        used = self.train.global_batch_size * self.train.num_steps_per_rollout
+        rollout, train = self.rollout, self.train
+        made = rollout.rollout_batch_size * rollout.n_samples_per_prompt
+        used = train.global_batch_size * train.num_steps_per_rollout
         if made != used:
+            size, rest = divmod(made, train.num_steps_per_rollout)
             raise ValueError(
-                f"rollout.rollout_batch_size x rollout.n_samples_per_prompt = "
-                f"{self.rollout.rollout_batch_size} x {self.rollout.n_samples_per_prompt} = {made}, but "
-                f"train.global_batch_size x train.num_steps_per_rollout = {self.train.global_batch_size} x "
-                f"{self.train.num_steps_per_rollout} = {used}; they must be equal "
-                f"(train.global_batch_size = {max(1, made // self.train.num_steps_per_rollout)} would do)"
+                "rollout.rollout_batch_size x rollout.n_samples_per_prompt = "
+                f"{rollout.rollout_batch_size} x {rollout.n_samples_per_prompt} = {made}, but "
+                "train.global_batch_size x train.num_steps_per_rollout = "
+                f"{train.global_batch_size} x {train.num_steps_per_rollout} = {used}; they must be "
+                + (
+                    f"equal, for which {made} must be a multiple of train.num_steps_per_rollout"
+                    if rest
+                    else f"equal, as with train.global_batch_size = {size}"
+                )
             )
         return self
 
@@ -366,8 +378,8 @@ class RunConfig(Section):
     def _groups_have_a_baseline(self) -> "RunConfig":
         if self.rollout.n_samples_per_prompt == 1 and self.algorithm.advantage_estimator == "grpo":
             raise ValueError(
-                "rollout.n_samples_per_prompt = 1 with algorithm.advantage_estimator = 'grpo': a group of one "
-                "has no baseline and every advantage is 0; use 2 or more"
+                "rollout.n_samples_per_prompt = 1 with algorithm.advantage_estimator = 'grpo': "
+                "a group of one has no baseline and every advantage is 0; use 2 or more"
             )
         return self
 
