@@ -1,8 +1,9 @@
 """What one token weighs in the loss of an optimizer step.
 
-Every reduction that we offer is a weighted sum over the tokens of the step, `loss = sum_t w_t * l_t`,
-whose weights depend only on the counts of the whole step. So a micro-batch's loss is the plain sum
-over its own tokens, and the losses of all micro-batches on all ranks add up to the loss of the step.
+Every reduction that we offer is a weighted sum over the tokens of the step, `loss = sum_t w_t *
+l_t`, whose weights depend only on the counts of the whole step. So a micro-batch's loss is the
+plain sum over its own tokens, and the losses of all micro-batches on all ranks add up to the loss
+of the step.
 
     token_mean       w_t = 1 / N          N = trainable tokens of the step
                      (DAPO, arXiv 2503.14476, eq. 8)
@@ -16,7 +17,8 @@ by the number of micro-batches, which gradient accumulation already sums).
 
 Invariants:
 - The weights of all trainable tokens of a step add up to 1 (to 0 when the step has none).
-- A sequence without a trainable token (failed, removed, fully masked) changes no other token's weight.
+- A sequence without a trainable token (failed, removed, fully masked) changes no other token's
+  weight.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@ A multiply-add is two operations. Training costs three times the forward pass (o
 backward).
 
 Invariants:
-- The count grows faster than the length (attention is quadratic): two halves cost less than a whole.
+- The count grows faster than the length (attention is quadratic): two halves cost less than a
+  whole.
 """
 
 from __future__ import annotations

@@ -1,20 +1,20 @@
 """Estimators of a KL divergence from log-probs of sampled tokens.
 
 With x = log pi - log ref of a token that pi sampled, KL(pi || ref) is the expectation of each of
-(J. Schulman, "Approximating KL Divergence", 2020, joschu.net/blog/kl-approx.html, where r = exp(-x)):
+(J. Schulman, "Approximating KL Divergence", 2020, joschu.net/blog/kl-approx.html; r = exp(-x)):
 
-    k1           x                     unbiased, high variance, may be negative
-    k2           x^2 / 2               biased, low variance
-    k3           exp(-x) - 1 + x       unbiased, never negative (DeepSeekMath, arXiv 2402.03300, eq. 4)
+    k1           x                  unbiased, high variance, may be negative
+    k2           x^2 / 2            biased, low variance
+    k3           exp(-x) - 1 + x    unbiased, never negative (DeepSeekMath, 2402.03300, eq. 4)
     low_var_kl   k3 clamped to [-10, 10]
 
-They differ as losses: the gradient of k1 averages to zero under pi, that of k2 is the gradient of the
-divergence.
+They differ as losses: the gradient of k1 averages to zero under pi, that of k2 is the gradient of
+the divergence.
 
 Invariants:
 - Every estimator is exactly 0 at x = 0, and k2, k3 and low_var_kl are never negative.
-- Value and gradient are finite for any x but NaN: x is clamped to +-20 first, beyond which the gradient
-  is 0. (exp(20) is 4.9e8; float32 overflows at exp(88.8).)
+- Value and gradient are finite for any x but NaN: x is clamped to +-20 first, beyond which the
+  gradient is 0. (exp(20) is 4.9e8; float32 overflows at exp(88.8).)
 """
 
 from __future__ import annotations
@@ -45,5 +45,6 @@ def kl_estimate(log_ratio: Tensor, kind: KLKind) -> Tensor:
 
 
 def _k3(x: Tensor) -> Tensor:
-    # expm1 keeps the digits that exp(-x) - 1 loses near 0, where a policy close to its reference is.
-    return torch.expm1(-x) + x
+    # expm1 keeps the digits that exp(-x) - 1 loses near 0, where a policy is close to its
+    # reference; the last digit may still round to below 0.
+    return (torch.expm1(-x) + x).clamp(min=0.0)

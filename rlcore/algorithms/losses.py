@@ -1,20 +1,23 @@
 """The policy loss of one micro-batch: clipped surrogate, and a KL term where a reference is given.
 
     rho_t = exp(log pi(t) - log pi_old(t))
-    l_t   = max(-rho_t A_t, -clip(rho_t, 1 - clip_low, 1 + clip_high) A_t)      PPO, arXiv 1707.06347, eq. 7;
-                                                         separate bounds: DAPO, arXiv 2503.14476, eq. 10
-    loss  = sum_t w_t (l_t + kl_coef * kl_t)             GRPO, arXiv 2402.03300, eq. 3
+    l_t   = max(-rho_t A_t, -clip(rho_t, 1 - clip_low, 1 + clip_high) A_t)
+            PPO, arXiv 1707.06347, eq. 7; separate bounds: DAPO, arXiv 2503.14476, eq. 10
+    loss  = sum_t w_t (l_t + kl_coef * kl_t)
+            GRPO, arXiv 2402.03300, eq. 3
 
-with the weights w_t of `rlcore.algorithms.aggregate`, so that the losses of all micro-batches of all
-ranks add up to the loss of the step (see there for what the caller does about averaging over ranks).
+with the weights w_t of `rlcore.algorithms.aggregate`, so that the losses of all micro-batches of
+all ranks add up to the loss of the step (see there for what the caller does about averaging over
+ranks).
 
 Invariants:
 - What stands where the mask is False (NaN, infinities) changes neither loss, gradient nor metric.
-- Log-ratios of any size give finite losses and gradients: they are clamped to +-20, beyond which the
-  token has no gradient. NaN at a trained position stays NaN, for the trainer to see.
+- Log-ratios of any size give finite losses and gradients: they are clamped to +-20, beyond which
+  the token has no gradient. NaN at a trained position stays NaN, for the trainer to see.
 - A micro-batch without trained tokens gives a loss of 0 that is still part of the graph, with
   gradients of 0: collectives in backward are entered on every rank.
-- The same metrics come out of every micro-batch, whatever its mask: merging needs no common knowledge.
+- The same metrics come out of every micro-batch, whatever its mask: merging needs no common
+  knowledge.
 """
 
 from __future__ import annotations
@@ -85,11 +88,11 @@ class LossOutputs:
 def policy_loss(inputs: LossInputs, settings: PolicyLossSettings) -> LossOutputs:
     """Clipped surrogate with KL term; formulas in the module docstring.
 
-    Metrics (names as in slime where it has them), means: `loss`, `pg_loss`, `pg_clipfrac` and its parts
-    `pg_clipfrac_low`, `pg_clipfrac_high` (tokens whose clipped side is the larger), `ppo_kl` (mean of
-    log pi_old - log pi), `approx_kl` (Schulman's k3 of the same divergence: mean of rho - 1 - log rho),
-    `ois` (mean of rho), `kl_loss` when a reference is given, `entropy_loss` when entropy is. Maxima:
-    `ratio_max`, `log_ratio_abs_max`, both of clamped log-ratios.
+    Metrics (names as in slime where it has them), means: `loss`, `pg_loss`, `pg_clipfrac` and its
+    parts `pg_clipfrac_low`, `pg_clipfrac_high` (tokens whose clipped side is the larger), `ppo_kl`
+    (mean of log pi_old - log pi), `approx_kl` (Schulman's k3 of the same divergence: mean of rho -
+    1 - log rho), `ois` (mean of rho), `kl_loss` when a reference is given, `entropy_loss` when
+    entropy is. Maxima: `ratio_max`, `log_ratio_abs_max`, both of clamped log-ratios.
 
     Raises:
         DataError: shapes differ.
@@ -123,10 +126,11 @@ def policy_loss(inputs: LossInputs, settings: PolicyLossSettings) -> LossOutputs
 
 
 def log_prob_gap(train: Tensor, rollout: Tensor, mask: Tensor, weights: Tensor) -> Metrics:
-    """How far the trainer's log-probs of the sampled tokens are from the engine's; tensors of one shape.
+    """How far the trainer's log-probs of the sampled tokens are from the engine's; tensors of one
+    shape.
 
-    Means: `train_rollout_logprob_abs_diff`, and `train_rollout_kl`, k3 of KL(rollout || train). Maximum:
-    `train_rollout_logprob_abs_diff_max`.
+    Means: `train_rollout_logprob_abs_diff`, and `train_rollout_kl`, k3 of KL(rollout || train).
+    Maximum: `train_rollout_logprob_abs_diff_max`.
     """
     diff = _masked(train.detach(), mask) - _masked(rollout.detach(), mask)
     weights = _masked(weights, mask)

@@ -9,14 +9,14 @@ log-probs belong to that token. The last position of a sequence predicts nothing
     loss_mask        0  1  1  1  0      (response tokens, where the sequence's own mask is 1)
     position_ids     0  1  2  3  4
 
-Old log-probs computed by the trainer need no shifting: put them in with `dataclasses.replace`. To work
-on trainable positions alone (the output layer over a large vocabulary is the dearest part of the step)
-select with `loss_mask` from hidden states, targets and every per-token tensor alike.
+Old log-probs computed by the trainer need no shifting: put them in with `dataclasses.replace`. To
+work on trainable positions alone (the output layer over a large vocabulary is the dearest part of
+the step) select with `loss_mask` from hidden states, targets and every per-token tensor alike.
 
 Invariants:
 - Only response tokens whose mask is 1, of trainable sequences, have `loss_mask` True.
-- Where `loss_mask` is False, `loss_weights` is exactly 0; the other per-token tensors hold 0 outside
-  responses, and inside them whatever the caller gave.
+- Where `loss_mask` is False, `loss_weights` is exactly 0; the other per-token tensors hold 0
+  outside responses, and inside them whatever the caller gave.
 - Packed and padded hold the same numbers for the same sequences; neither depends on the other
   sequences of the micro-batch.
 - No sequences make one token that is masked, so that every rank has something to pass forward.
@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Self
+from typing import Any, Literal, Self, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -36,13 +36,14 @@ from torch import Tensor
 from rlcore.algorithms.aggregate import Normalization, Totals, token_weight
 from rlcore.errors import DataError
 
+LogProbs = Literal["old_log_probs", "rollout_log_probs", "ref_log_probs"]
 Ints = Sequence[int] | npt.NDArray[np.integer]
 Floats = Sequence[float] | npt.NDArray[np.floating]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainSequence:
-    """One sample as the trainer needs it. R is `response_length`; sequences or 1-d arrays are taken."""
+    """One sample as the trainer needs it: lists or 1-d arrays; R is `response_length`."""
 
     tokens: Ints
     """Ids of the prompt (at least one) and the response."""
@@ -88,11 +89,11 @@ class TokenTensors:
     advantages: Tensor
     """float32"""
     old_log_probs: Tensor | None
-    """float32; None when no sequence has any."""
+    """float32; None unless asked for."""
     rollout_log_probs: Tensor | None
-    """float32; None when no sequence has any."""
+    """float32; None unless asked for."""
     ref_log_probs: Tensor | None
-    """float32; None when no sequence has any."""
+    """float32; None unless asked for."""
 
     def to(self, device: torch.device | str) -> Self:
         """The same on another device."""
@@ -140,22 +141,29 @@ _DTYPES: dict[str, type[np.generic]] = {
     "loss_weights": np.float32,
     "advantages": np.float32,
 }
-_LOG_PROBS = ("old_log_probs", "rollout_log_probs", "ref_log_probs")
 _Row = dict[str, npt.NDArray[np.generic]]
 
 
-def pack(sequences: Sequence[TrainSequence], totals: Totals, how: Normalization) -> PackedBatch:
+def pack(
+    sequences: Sequence[TrainSequence],
+    totals: Totals,
+    how: Normalization,
+    *,
+    log_probs: Sequence[LogProbs] = (),
+) -> PackedBatch:
     """Lays the sequences end to end.
 
     Args:
         sequences: those of one micro-batch; none gives one masked token of id 0.
         totals: counts of the whole optimizer step, from every sequence's `trainable_tokens`.
         how: normalisation of the loss.
+        log_probs: which log-probs of the sequences to take along. Named and not guessed, so that a
+            micro-batch of no sequences has the same tensors as the others.
 
     Raises:
-        DataError: lengths that do not fit each other, or log-probs that only some sequences have.
+        DataError: lengths that do not fit each other, or a sequence lacks log-probs asked for.
     """
-    rows = _rows(sequences, totals, how)
+    rows = _rows(sequences, totals, how, log_probs)
     lengths = tuple(len(row["input_ids"]) for row in rows)
     flat = {name: torch.from_numpy(np.concatenate([r[name] for r in rows])) for name in rows[0]}
     edges = torch.tensor([0, *np.cumsum(lengths).tolist()], dtype=torch.int32)
@@ -163,13 +171,18 @@ def pack(sequences: Sequence[TrainSequence], totals: Totals, how: Normalization)
 
 
 def padded(
-    sequences: Sequence[TrainSequence], totals: Totals, how: Normalization, pad_id: int = 0
+    sequences: Sequence[TrainSequence],
+    totals: Totals,
+    how: Normalization,
+    *,
+    log_probs: Sequence[LogProbs] = (),
+    pad_id: int = 0,
 ) -> PaddedBatch:
     """The same sequences as the rows of a rectangle; arguments and errors as `pack`.
 
     `pad_id` fills `input_ids` behind the sequences: any id that the model has an embedding for.
     """
-    rows = _rows(sequences, totals, how)
+    rows = _rows(sequences, totals, how, log_probs)
     lengths = tuple(len(row["input_ids"]) for row in rows)
     shape = (len(rows), max(lengths))
     grid: dict[str, Tensor] = {}
@@ -183,25 +196,30 @@ def padded(
     return PaddedBatch(**_complete(grid), attention_mask=torch.from_numpy(mask), lengths=lengths)
 
 
-def _complete(tensors: dict[str, Tensor]) -> dict[str, Tensor | None]:
-    """Adds None for the log-probs that no sequence has."""
-    return {**dict.fromkeys(_LOG_PROBS), **tensors}
+def _complete(tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """Adds None for the log-probs that were not asked for."""
+    return {**dict.fromkeys(get_args(LogProbs)), **tensors}
 
 
-def _rows(sequences: Sequence[TrainSequence], totals: Totals, how: Normalization) -> list[_Row]:
+def _rows(
+    sequences: Sequence[TrainSequence],
+    totals: Totals,
+    how: Normalization,
+    log_probs: Sequence[LogProbs],
+) -> list[_Row]:
     """Aligned arrays of each sequence, all with the same keys."""
-    given = [
-        name for name in _LOG_PROBS if any(getattr(s, name) is not None for s in sequences)
-    ]
     if not sequences:
-        return [_aligned(TrainSequence(tokens=[0], response_length=0), given, 0.0)]
+        nothing: dict[str, Any] = dict.fromkeys(log_probs, ())
+        return [_aligned(TrainSequence([0], 0, **nothing), log_probs, 0.0)]
     for i, sequence in enumerate(sequences):
-        _check(sequence, i, given)
-    return [_aligned(s, given, token_weight(s.trainable_tokens, totals, how)) for s in sequences]
+        _check(sequence, i, log_probs)
+    return [
+        _aligned(s, log_probs, token_weight(s.trainable_tokens, totals, how)) for s in sequences
+    ]
 
 
-def _check(sequence: TrainSequence, i: int, log_probs: list[str]) -> None:
-    """Raises when the lengths of a sequence do not fit each other."""
+def _check(sequence: TrainSequence, i: int, log_probs: Sequence[LogProbs]) -> None:
+    """Raises when something is missing or the lengths of a sequence do not fit each other."""
     length, response = len(sequence.tokens), sequence.response_length
     if not 0 <= response < length:
         raise DataError(
@@ -211,8 +229,8 @@ def _check(sequence: TrainSequence, i: int, log_probs: list[str]) -> None:
     for name in ("loss_mask", "advantages", *log_probs):
         value = getattr(sequence, name)
         if value is None and name in log_probs:
-            raise DataError(f"sequence {i} of the micro-batch has no {name}, others have")
-        if value is None or isinstance(value, int | float):
+            raise DataError(f"sequence {i} of the micro-batch has no {name}; all must have them")
+        if value is None or isinstance(value, int | float | np.floating):
             continue
         if len(value) != response:
             raise DataError(
@@ -221,7 +239,7 @@ def _check(sequence: TrainSequence, i: int, log_probs: list[str]) -> None:
             )
 
 
-def _aligned(sequence: TrainSequence, log_probs: list[str], weight: float) -> _Row:
+def _aligned(sequence: TrainSequence, log_probs: Sequence[LogProbs], weight: float) -> _Row:
     """Arrays [length] of one sequence, each value at the position that predicts its token."""
     tokens = np.asarray(sequence.tokens)
     length, response = len(tokens), sequence.response_length

@@ -2,11 +2,12 @@
 
 1. The samples, in their order, are cut into `num_steps` consecutive parts whose sizes differ by at
    most one: with a full batch each part is exactly the global batch size.
-2. Inside a step the samples are spread over the ranks by cost, each sample (dearest first) to the rank
-   with the least so far (Graham's LPT rule: the dearest rank costs at most 4/3 of the best possible).
-3. Each rank fills micro-batches up to `max_tokens` (first fit, longest first). The rank that needs most
-   sets the number of micro-batches of the step; each rank then spreads its samples evenly over that
-   many where the cap allows it.
+2. Inside a step the samples are spread over the ranks by cost, each sample (dearest first) to the
+   rank with the least so far (Graham's LPT rule: the dearest rank costs at most 4/3 of the best
+   possible).
+3. Each rank fills micro-batches up to `max_tokens` (first fit, longest first). The rank that needs
+   most sets the number of micro-batches of the step; each rank then spreads its samples evenly over
+   that many where the cap allows it.
 4. Micro-batches run side by side on all ranks, so each rank's are ordered from dearest to cheapest.
 
 Invariants:
@@ -22,6 +23,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from rlcore.errors import ConfigError, DataError
 
@@ -85,7 +87,8 @@ def plan(
         num_steps: optimizer steps.
         costs: what each sample costs to train, in any unit; its length when not given
             (`rlcore.algorithms.flops` computes a better one for long sequences).
-        fixed_micro_batches: exactly so many micro-batches a rank and step; `max_tokens` then does not
+        fixed_micro_batches: exactly so many micro-batches a rank and step; `max_tokens` then does
+        not
             apply.
 
     Raises:
@@ -100,18 +103,19 @@ def plan(
             raise ConfigError(f"{name} is {value}; it must be at least 1")
     if len(lengths) < num_steps:
         raise DataError(
-            f"{len(lengths)} samples are left to train in {num_steps} optimizer steps: each step needs "
-            "at least one; lower train.num_steps_per_rollout or loosen the filters"
+            f"{len(lengths)} samples are left to train in {num_steps} optimizer steps: each step "
+            "needs at least one; lower train.num_steps_per_rollout or loosen the filters"
         )
     if min(lengths) < 1:
-        raise DataError(f"sample {lengths.index(min(lengths))} has {min(lengths)} tokens; 1 is least")
+        shortest = min(range(len(lengths)), key=lambda i: lengths[i])
+        raise DataError(f"sample {shortest} has {lengths[shortest]} tokens; it must have some")
     weights = [float(n) for n in lengths] if costs is None else list(costs)
     if len(weights) != len(lengths):
         raise DataError(f"{len(weights)} costs for {len(lengths)} samples; there must be one each")
 
     bounds = [k * len(lengths) // num_steps for k in range(num_steps + 1)]
     steps = []
-    for first, last in zip(bounds, bounds[1:], strict=False):
+    for first, last in pairwise(bounds):
         samples = range(first, last)
         shares = _spread(samples, weights, dp_size)
         if fixed_micro_batches is None:
@@ -124,7 +128,7 @@ def plan(
 
 
 def _spread(samples: Sequence[int], costs: Sequence[float], parts: int) -> list[list[int]]:
-    """LPT: dearest sample first, each to the part with the least cost (then fewest samples) so far."""
+    """LPT: dearest sample first, each to the part with the least cost, then the fewest samples."""
     heap = [(0.0, 0, part) for part in range(parts)]
     out: list[list[int]] = [[] for _ in range(parts)]
     for i in sorted(samples, key=lambda i: (-costs[i], i)):

@@ -1,0 +1,101 @@
+"""Advantages from rewards: a few numbers a sample, in float64, over the whole rollout batch.
+
+GRPO (DeepSeekMath, arXiv 2402.03300, section 4.1.2), for the rewards r of one prompt's samples:
+
+    A_i = (r_i - mean(r)) / (std(r) + eps)       std with Bessel's correction (ddof = 1), eps = 1e-6
+
+Dr.GRPO (arXiv 2503.20783, section 3.2) leaves out the division: `std_normalization = False`. Every
+token of a response has its sample's advantage.
+
+A sample without a reward (None, NaN, infinite: the scorer failed) takes no part: the statistics of
+its group are those of the others, and it is not trainable, so that it has no weight in the loss. It
+is never taken for a reward of 0.
+
+Invariants:
+- A group of equal rewards, or with one reward, has advantages of exactly 0.
+- Advantages depend on the rewards of their own group alone, and not on the order of the samples.
+- A sample that is not trainable has advantage 0 and changes no other sample's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+from rlcore.errors import DataError
+
+STD_EPS = 1e-6
+"""Added to the standard deviation before dividing."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdvantageInputs:
+    """Rewards of a rollout batch, one entry a sample."""
+
+    rewards: Sequence[float | None]
+    groups: Sequence[Hashable]
+    """Samples with equal ids are one group; groups may differ in size and need not be adjacent."""
+    std_normalization: bool = True
+    """Divide by the standard deviation of the group; False is Dr.GRPO."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdvantageOutputs:
+    """Advantages of a rollout batch, in the order of the rewards."""
+
+    advantages: tuple[float, ...]
+    trainable: tuple[bool, ...]
+    """False where there is no reward to learn from."""
+    num_groups: int
+    num_equal_groups: int
+    """Groups that teach nothing: fewer than two different rewards."""
+
+    @property
+    def num_failed(self) -> int:
+        """Samples without a reward."""
+        return self.trainable.count(False)
+
+
+def grpo_advantages(inputs: AdvantageInputs) -> AdvantageOutputs:
+    """Advantages relative to the group; formulas in the module docstring.
+
+    Raises:
+        DataError: the number of group ids is not that of the rewards.
+    """
+    rewards = inputs.rewards
+    if len(rewards) != len(inputs.groups):
+        raise DataError(
+            f"{len(rewards)} rewards but {len(inputs.groups)} group ids; there must be one each"
+        )
+    members: dict[Hashable, list[int]] = {}
+    for i, group in enumerate(inputs.groups):
+        members.setdefault(group, []).append(i)
+
+    advantages = [0.0] * len(rewards)
+    trainable = [False] * len(rewards)
+    equal = 0
+    for samples in members.values():
+        scored = [(i, float(r)) for i in samples if (r := rewards[i]) is not None]
+        scored = [(i, r) for i, r in scored if math.isfinite(r)]
+        values = _group_advantages([r for _, r in scored], inputs.std_normalization)
+        equal += len({r for _, r in scored}) < 2
+        for (i, _), value in zip(scored, values, strict=True):
+            advantages[i], trainable[i] = value, True
+    return AdvantageOutputs(tuple(advantages), tuple(trainable), len(members), equal)
+
+
+def _group_advantages(rewards: list[float], std_normalization: bool) -> list[float]:
+    """Advantages of one group's finite rewards."""
+    # Compared and not computed: the mean of equal numbers need not be that number (0.1 three
+    # times), and dividing the rest by a standard deviation of its own size would make a signal of
+    # it.
+    if len(set(rewards)) < 2:
+        return [0.0] * len(rewards)
+    # fsum rounds once, so the order of the samples cannot show.
+    mean = math.fsum(rewards) / len(rewards)
+    centred = [r - mean for r in rewards]
+    if not std_normalization:
+        return centred
+    std = math.sqrt(math.fsum(c * c for c in centred) / (len(rewards) - 1))
+    return [c / (std + STD_EPS) for c in centred]

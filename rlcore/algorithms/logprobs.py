@@ -1,0 +1,221 @@
+"""Log-probs of tokens and entropies, without holding float32 logits of all tokens at once.
+
+    logits    z_t = (W h_t) / temperature
+    log-prob  z_t[y_t] - logsumexp(z_t)
+    entropy   -sum_v p_t[v] log p_t[v],  p_t = softmax(z_t)
+
+Rows are worked on in chunks; backward computes the logits of each chunk again, from which
+
+    d logprob / d z = onehot(y) - p            d entropy / d z = -p (log p + entropy)
+
+`chunked_log_probs` starts from hidden states and the weight of the output layer and never holds
+more than one chunk of logits; `token_log_probs` starts from logits that exist already and saves
+their float32 copies. Products run in the dtype of the inputs, as the model's own output layer
+would; all that follows in float32 (float64 for float64 inputs).
+
+Invariants:
+- Values and gradients are those of the plain formulas, whatever the chunk.
+- A row that gets no gradient (masked) adds exactly nothing to any gradient, even if it holds NaN.
+- No rows give empty results that are still part of the graph.
+- The peak beside the inputs and their gradients is a few times chunk x vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from rlcore.errors import ConfigError, DataError
+
+CHUNK_ELEMENTS = 1 << 25
+"""Logits in a chunk when none is asked for: 128 MiB of float32."""
+
+
+def chunked_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperature: float = 1.0,
+    chunk: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Log-probs of `targets` and entropies, from hidden states.
+
+    Args:
+        hidden: [T, H].
+        weight: [V, H], the whole output layer as a plain tensor (gather a sharded one before).
+        targets: int64 [T], ids below V.
+        temperature: the logits are divided by it, above 0.
+        chunk: rows at a time; by default as many as make `CHUNK_ELEMENTS` logits, so that a small
+            problem is one chunk.
+
+    Returns:
+        Log-probs [T] and entropies [T], both differentiable (once) in `hidden` and `weight`;
+        float32, or float64 for float64 inputs. Gradients of the weight add up over chunks in
+        float32.
+
+    Raises:
+        DataError: shapes do not fit. ConfigError: temperature or chunk out of range.
+    """
+    if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1]:
+        raise DataError(
+            f"hidden is {tuple(hidden.shape)} and weight {tuple(weight.shape)}; they must be "
+            "[tokens, width] and [vocabulary, width]"
+        )
+    rows = _rows_per_chunk(hidden.shape[0], weight.shape[0], targets, temperature, chunk)
+    result = _HiddenLogProbs.apply(hidden, weight, targets, temperature, rows)
+    return cast(tuple[Tensor, Tensor], result)
+
+
+def token_log_probs(
+    logits: Tensor, targets: Tensor, temperature: float = 1.0, chunk: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Log-probs of `targets` and entropies, from logits [T, V] of any float dtype.
+
+    Arguments, results and errors else as `chunked_log_probs`.
+    """
+    if logits.ndim != 2:
+        raise DataError(f"logits are {tuple(logits.shape)}; they must be [tokens, vocabulary]")
+    rows = _rows_per_chunk(logits.shape[0], logits.shape[1], targets, temperature, chunk)
+    return cast(tuple[Tensor, Tensor], _LogitLogProbs.apply(logits, targets, temperature, rows))
+
+
+def _rows_per_chunk(
+    tokens: int, vocabulary: int, targets: Tensor, temperature: float, chunk: int | None
+) -> int:
+    """Checks the arguments that both functions share; rows of one chunk."""
+    if targets.shape != (tokens,):
+        raise DataError(f"targets are {tuple(targets.shape)}; they must be [{tokens}], one a row")
+    if not temperature > 0:
+        raise ConfigError(f"rollout.temperature is {temperature}; to train it must be above 0")
+    if chunk is None:
+        return max(1, CHUNK_ELEMENTS // vocabulary)
+    if chunk < 1:
+        raise ConfigError(f"chunk is {chunk}; it must be at least 1")
+    return chunk
+
+
+def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
+    """Log-softmax of logits / temperature, in a new tensor of the dtype that results have."""
+    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    wide = logits.to(dtype, copy=True).div_(temperature)
+    return wide.sub_(wide.logsumexp(-1, keepdim=True))
+
+
+def _results(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies of one chunk."""
+    log_p = _log_softmax(logits, temperature)
+    chosen = log_p.gather(-1, targets[:, None])[:, 0]
+    return chosen, log_p.exp().mul_(log_p).sum(-1).neg_()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Upstream:
+    """Gradients that arrive at log-probs and entropies, and what they need of the forward pass."""
+
+    log_probs: Tensor
+    entropy: Tensor | None
+    """None when nobody differentiates the entropy, which spares a pass over the chunk."""
+    dead: Tensor
+    """bool: rows without any gradient; what they hold is replaced by 0, so that NaN stays out."""
+    entropy_value: Tensor
+    targets: Tensor
+    temperature: float
+
+    @classmethod
+    def of(
+        cls, ctx: Any, log_probs: Tensor | None, entropy: Tensor | None, value: Tensor, ids: Tensor
+    ) -> _Upstream:
+        grad = torch.zeros_like(value) if log_probs is None else log_probs
+        dead = grad == 0 if entropy is None else (grad == 0) & (entropy == 0)
+        return cls(grad, entropy, dead, value.masked_fill(dead, 0.0), ids, ctx.temperature)
+
+    def logits_grad(self, logits: Tensor, rows: slice) -> Tensor:
+        """Gradient of one chunk's logits, in their dtype."""
+        log_p = _log_softmax(logits, self.temperature)
+        grad, p = self.log_probs[rows, None], log_p.exp()
+        if self.entropy is None:
+            out = p.mul_(-grad)
+        else:
+            log_p.add_(self.entropy_value[rows, None]).mul_(self.entropy[rows, None])
+            out = p.mul_(log_p.add_(grad).neg_())
+        out.scatter_add_(-1, self.targets[rows, None], grad)
+        return out.div_(self.temperature).to(logits.dtype)
+
+
+def _chunks(tokens: int, rows: int) -> list[slice]:
+    """Slices of at most `rows` rows; one empty slice of no tokens."""
+    return [slice(start, start + rows) for start in range(0, max(tokens, 1), rows)]
+
+
+class _HiddenLogProbs(torch.autograd.Function):
+    """`chunked_log_probs` after its checks."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, rows: int
+    ) -> tuple[Tensor, Tensor]:
+        parts = [
+            _results(hidden[part] @ weight.t(), targets[part], temperature)
+            for part in _chunks(len(hidden), rows)
+        ]
+        log_probs, entropy = (torch.cat(values) for values in zip(*parts, strict=True))
+        ctx.save_for_backward(hidden, weight, targets, entropy)
+        ctx.temperature, ctx.rows = temperature, rows
+        ctx.set_materialize_grads(False)
+        return log_probs, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grads[0] is None and grads[1] is None:
+            return (None,) * 5
+        hidden, weight, targets, entropy = ctx.saved_tensors
+        upstream = _Upstream.of(ctx, grads[0], grads[1], entropy, targets)
+        parts = _chunks(len(hidden), ctx.rows)
+        grad_hidden = torch.empty_like(hidden)
+        sum_dtype = torch.float32 if len(parts) > 1 and weight.dtype.itemsize < 4 else weight.dtype
+        grad_weight = torch.zeros_like(weight, dtype=sum_dtype)
+        for part in parts:
+            alive = hidden[part].masked_fill(upstream.dead[part, None], 0.0)
+            grad = upstream.logits_grad(alive @ weight.t(), part)
+            torch.mm(grad, weight, out=grad_hidden[part])
+            if sum_dtype == weight.dtype:
+                grad_weight.addmm_(grad.t(), alive)
+            else:
+                grad_weight.add_(grad.t() @ alive)
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None
+
+
+class _LogitLogProbs(torch.autograd.Function):
+    """`token_log_probs` after its checks."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, temperature: float, rows: int
+    ) -> tuple[Tensor, Tensor]:
+        parts = [
+            _results(logits[part], targets[part], temperature)
+            for part in _chunks(len(logits), rows)
+        ]
+        log_probs, entropy = (torch.cat(values) for values in zip(*parts, strict=True))
+        ctx.save_for_backward(logits, targets, entropy)
+        ctx.temperature, ctx.rows = temperature, rows
+        ctx.set_materialize_grads(False)
+        return log_probs, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grads[0] is None and grads[1] is None:
+            return (None,) * 4
+        logits, targets, entropy = ctx.saved_tensors
+        upstream = _Upstream.of(ctx, grads[0], grads[1], entropy, targets)
+        grad_logits = torch.empty_like(logits)
+        for part in _chunks(len(logits), ctx.rows):
+            alive = logits[part].masked_fill(upstream.dead[part, None], 0.0)
+            grad_logits[part] = upstream.logits_grad(alive, part)
+        return grad_logits, None, None, None
