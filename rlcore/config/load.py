@@ -14,7 +14,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from rlcore.config.tree import RunConfig, Section
+from rlcore.config.tree import RunConfig, Section, StorageConfig
 from rlcore.errors import ConfigError
 
 Tree = dict[str, Any]
@@ -38,9 +38,16 @@ def load_config(path: str | Path, sets: Sequence[str] = ()) -> RunConfig:
 
 
 def build_config(tree: Mapping[str, Any]) -> RunConfig:
-    """A `RunConfig` of plain values, with Sluice's own error texts."""
+    """A `RunConfig` of plain values, with Sluice's own error texts.
+
+    A default path is taken from the working folder, so that it means the same in every process.
+    """
+    tree = dict(tree)
+    if isinstance(storage := tree.get("storage", {}), Mapping) and "root" not in storage:
+        root = str(StorageConfig.model_fields["root"].default)
+        tree["storage"] = {"root": _absolute(root, "file", Path.cwd()), **storage}
     try:
-        return RunConfig.model_validate(dict(tree))
+        return RunConfig.model_validate(tree)
     except ValidationError as error:
         raise ConfigError("; ".join(explain(error))) from None
 

@@ -1,0 +1,40 @@
+# `make quickstart` and `make test` work from a fresh clone: each sets up .venv first.
+#
+# PYTHON=python3.12 picks another interpreter. pip's own settings hold, for example
+# PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu for a torch without CUDA.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+BIN := .venv/bin
+# Named by content, so a checkout that only touches the files installs nothing again.
+INSTALLED := .venv/.installed-$(shell cat constraints.txt pyproject.toml | sha256sum | cut -c1-16)
+
+.PHONY: install quickstart test lint slow bench clean
+
+install: $(INSTALLED)
+
+$(INSTALLED):
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,tracking]'
+	rm -f .venv/.installed-*
+	touch $@
+
+quickstart: install
+	$(BIN)/sluice train examples/quickstart/run.toml
+
+test: lint
+	$(BIN)/python -m pytest
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+slow: install
+	$(BIN)/python -m pytest -m slow
+
+bench: install
+	$(BIN)/python -m benchmarks
+
+clean:
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache build dist *.egg-info
+	find flows tasks rlcore tests examples benchmarks -name __pycache__ -prune -exec rm -rf {} +
