@@ -1,0 +1,1 @@
+"""What Prefect runs, and the `sluice` command."""

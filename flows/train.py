@@ -1,0 +1,76 @@
+"""The training run: iterations one after another, until all are committed."""
+
+import asyncio
+import time
+from typing import Any
+
+import httpx
+from prefect import flow, get_client
+from prefect.client.orchestration import PrefectClient
+from prefect.exceptions import ObjectNotFound
+
+from flows.iteration import iteration
+from flows.report import Reporter
+from rlcore.config import RunConfig
+from rlcore.errors import ClusterError, Conflict
+from rlcore.opening import open_run
+from rlcore.run import Run
+
+API_PATIENCE_S = 600.0
+DRAIN_PATIENCE_S = 2.0
+
+
+@flow(name="rl-train", flow_run_name="train-{config.run.id}", retries=0, persist_result=False)
+async def rl_train(config: RunConfig) -> dict[str, Any]:
+    """Train a model by reinforcement learning.
+
+    A run of the same name goes on from what is committed, whichever flow run or machine began it.
+
+    Returns:
+        The run's id, the number of committed iterations and the last iteration's metrics.
+    """
+    async with open_run(config) as run, get_client() as client, Reporter(run) as report:
+        metrics: dict[str, float] = {}
+        for i in range(run.first_uncommitted(), config.train.num_iterations):
+            await wait_for_api(client)
+            done = await iteration(run.id, i)
+            if done.iteration != i:
+                raise Conflict(f"Prefect returned iteration {done.iteration} for iteration {i}; retry the run")
+            metrics = done.metrics
+            await report.iteration(done)
+            await drain(client, run)
+        return {"run_id": run.id, "committed": config.train.num_iterations, "metrics": metrics}
+
+
+async def wait_for_api(client: PrefectClient) -> None:
+    """Wait until Prefect's API answers: a subflow that starts during an outage fails at once.
+
+    Raises:
+        ClusterError: after ten minutes without an answer.
+    """
+    deadline, pause = time.monotonic() + API_PATIENCE_S, 0.5
+    while (error := await client.api_healthcheck()) is not None:
+        if not isinstance(error, httpx.HTTPError | OSError) or time.monotonic() > deadline:
+            raise ClusterError(f"Prefect's API at {client.api_url} does not answer: {error!r}")
+        await asyncio.sleep(pause)
+        pause = min(pause * 2, 10.0)
+
+
+async def drain(client: PrefectClient, run: Run) -> None:
+    """Wait until the server has recorded the iteration's last task run.
+
+    On SQLite the next subflow would otherwise meet the recorder's transaction, be answered 503, and sleep
+    two seconds in the client's back-off.
+    """
+    if run.last_task_run is None:
+        return
+    deadline = time.monotonic() + DRAIN_PATIENCE_S
+    while time.monotonic() < deadline:
+        try:
+            seen = await client.read_task_run(run.last_task_run)
+        except ObjectNotFound:
+            pass
+        else:
+            if seen.state is not None and seen.state.is_final():
+                return
+        await asyncio.sleep(0.02)

@@ -1,0 +1,83 @@
+"""Connect to Ray, or start a private one, and call actors from asyncio with errors that mean something."""
+
+import asyncio
+import os
+from collections.abc import Awaitable
+from typing import Any, TypeVar
+
+from rlcore.errors import ClusterError, SluiceError
+
+T = TypeVar("T")
+NAMESPACE = "sluice"
+PRIVATE_OBJECT_STORE = 256 * 2**20
+"""Bytes. Only small records pass through Ray's object store, so a private Ray needs little of it."""
+
+
+def connect(address: str) -> bool:
+    """Connect this process to Ray.
+
+    Args:
+        address: `local` for a private Ray that ends with this process, else host:port of a head.
+
+    Returns:
+        Whether this call made the connection, and so whether the caller has to end it.
+
+    Raises:
+        ClusterError: the head does not answer.
+    """
+    # Without these Ray asks a usage-statistics server and prints a banner at every start.
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    import ray
+
+    if ray.is_initialized():
+        return False
+    options: dict[str, Any] = {"namespace": NAMESPACE, "log_to_driver": False, "logging_level": "ERROR"}
+    if address == "local":
+        options |= {
+            "include_dashboard": False,
+            "object_store_memory": PRIVATE_OBJECT_STORE,
+            "num_cpus": os.cpu_count() or 1,
+        }
+    try:
+        ray.init(address=address, **options)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise ClusterError(
+            f"cluster.ray_address = {address!r}: no Ray head answers there ({error}); "
+            "start one with `ray start --head` or use 'local'"
+        ) from None
+    return True
+
+
+async def call(ref: Awaitable[T], *, deadline_s: float, what: str) -> T:
+    """Await an actor call.
+
+    A plain `await` of the reference is what lets a cancelled flow leave at once; `ray.get` would not.
+
+    Raises:
+        SluiceError: the one that the actor raised, without Ray's wrapping.
+        ClusterError: the actor died, or did not answer within `deadline_s` seconds.
+    """
+    import ray
+
+    try:
+        async with asyncio.timeout(deadline_s):
+            return await ref
+    except TimeoutError:
+        raise ClusterError(f"{what} did not answer within {deadline_s:.0f} s") from None
+    except ray.exceptions.RayTaskError as error:
+        cause = error.cause
+        if isinstance(cause, SluiceError):
+            raise type(cause)(cause.message) from error
+        raise
+    except ray.exceptions.RayActorError as error:
+        raise ClusterError(f"{what} died: {str(error).splitlines()[0]}") from None
+
+
+async def gather(*calls: Awaitable[T]) -> list[T]:
+    """Wait for all, then raise the first error: a call is never left running unseen."""
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return [r for r in results if not isinstance(r, BaseException)]

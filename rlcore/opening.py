@@ -1,0 +1,135 @@
+"""Opening a run: create or find it, take its lease, make its model folder, start its actors."""
+
+import importlib.metadata
+import logging
+import shutil
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from rlcore.cluster import ray_session
+from rlcore.cluster.fleet import Fleet, FleetPlan
+from rlcore.config import RunConfig, build_config, config_digest
+from rlcore.errors import ConfigError, Conflict
+from rlcore.run import Run, forget, set_current
+from rlcore.starting_model import model_digest, starting_model
+from rlcore.store.lease import Lease
+from rlcore.store.manifest import canonical_json, chain_state_id, sha256_hex
+from rlcore.store.objects import Objects
+from rlcore.store.paths import outcome_key
+from rlcore.store.run_store import RunStore
+
+log = logging.getLogger("sluice")
+
+
+@asynccontextmanager
+async def open_run(config: RunConfig) -> AsyncIterator[Run]:
+    """Open a run for training: everything it holds is given back when the block ends.
+
+    Raises:
+        ConfigError: the run exists with another configuration.
+        Fenced: another driver holds the run and is alive.
+    """
+    store = open_store(config)
+    create_or_check(store, config)
+    lease = Lease.acquire(store.objects, config.run.id, ttl_s=config.storage.lease_ttl_s)
+    scratch = Path(tempfile.mkdtemp(prefix=f"sluice-{config.run.id[:20]}-"))
+    lease.start()
+    outcome, message = "interrupted", ""
+    try:
+        connected = ray_session.connect(config.cluster.ray_address)
+        try:
+            model = starting_model(store.objects, config.run.id, config.model, config.run.seed, scratch)
+            start_id = start_state_id(store, config)
+            plan = FleetPlan.of(config, store, lease.epoch, model_folder=model, scratch=scratch)
+            async with Fleet.start(plan) as fleet:
+                run = Run(config, store, lease, fleet, start_id)
+                set_current(run)
+                try:
+                    yield run
+                finally:
+                    forget(run.id)
+        finally:
+            if connected:
+                import ray
+
+                ray.shutdown()
+        outcome = "completed"
+    except Exception as error:
+        outcome, message = "failed", f"{type(error).__name__}: {error}"
+        raise
+    finally:
+        lease.stop()
+        put_outcome(store, outcome, message, lease.epoch)
+        lease.release()
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def open_store(config: RunConfig) -> RunStore:
+    """The store of a run's artifacts."""
+    objects = Objects.open(config.storage.root, config.storage.options)
+    return RunStore(objects, config.run.id)
+
+
+def create_or_check(store: RunStore, config: RunConfig) -> None:
+    """Make the run's record, or make sure that the one there is of the same configuration.
+
+    Raises:
+        ConfigError: a run of this name exists with another configuration; names what differs.
+    """
+    record = {
+        "config": config.model_dump(mode="json"),
+        "config_digest": config_digest(config),
+        "code": importlib.metadata.version("sluice-rl"),
+        "parent": None,
+    }
+    try:
+        store.create_run(record)
+    except Conflict:
+        check_same(config, store.load_run())
+
+
+def check_same(config: RunConfig, record: dict[str, Any]) -> None:
+    """Refuse a configuration that would compute something else than the run's own."""
+    if record["config_digest"] == config_digest(config):
+        return
+    other = build_config(record["config"])
+    differ = [
+        f"{section}.{key} is {theirs!r} there and {mine!r} here"
+        for section, keys in config.model_dump().items()
+        if isinstance(keys, dict)
+        for key, mine in keys.items()
+        if (theirs := getattr(getattr(other, section), key, None)) != getattr(getattr(config, section), key, None)
+        and section not in ("storage", "cluster")
+    ]
+    raise ConfigError(
+        f"run {config.run.id!r} exists in {config.storage.root} with another configuration: "
+        f"{'; '.join(differ[:5]) or 'its digest differs'}. Use another --run-id, or `sluice resume`"
+    )
+
+
+def existing_config(root: str, run_id: str, options: dict[str, Any] | None = None) -> RunConfig:
+    """The configuration that a stored run was made with, pointed at the root it is found under.
+
+    Raises:
+        NotFound: there is no such run.
+    """
+    store = RunStore(Objects.open(root, options or {}), run_id)
+    record = store.load_run()
+    tree = record["config"]
+    tree["storage"] |= {"root": root} | ({"options": options} if options else {})
+    return build_config(tree)
+
+
+def start_state_id(store: RunStore, config: RunConfig) -> str:
+    """The id of the state before the first iteration."""
+    source = model_digest(store.objects, config.run.id, config.model)
+    return chain_state_id("start", [sha256_hex(source.encode())], config_digest(config, "run", "model"))
+
+
+def put_outcome(store: RunStore, status: str, message: str, epoch: int) -> None:
+    """Note how the driver of this epoch ended, for `sluice runs`; the truth is in the manifests."""
+    record = {"status": status, "message": message, "epoch": epoch}
+    store.objects.put(outcome_key(store.run_id), canonical_json(record))

@@ -1,0 +1,245 @@
+"""An open run: what the driver holds while it walks the iterations.
+
+Invariants:
+- What is done is what the store says. This object holds caches of it and nothing else that matters.
+- `ensure_trainer(i)` and `ensure_engines(v)` bring the actors to a named state whatever they hold, by
+  reloading and by replaying committed batches; nothing is generated twice for it.
+- Training is identified by a chain: the state's id after iteration i is a digest of the id before it, of
+  the batch and of the training settings.
+"""
+
+import time
+import uuid
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from rlcore.cluster.fleet import Fleet, TrainInputs
+from rlcore.config import RunConfig, config_digest
+from rlcore.errors import ConfigError, Corrupt
+from rlcore.store.lease import Lease
+from rlcore.store.manifest import Manifest, StageRef, chain_state_id
+from rlcore.store.retention import is_pruned, prune
+from rlcore.store.run_store import RunStore
+from rlcore.work import Work
+
+SECONDS = "seconds"
+
+
+@dataclass(frozen=True)
+class IterationRef:
+    """A committed iteration."""
+
+    run_id: str
+    iteration: int
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+class Timing(NamedTuple):
+    """Seconds of one stage: in all, and those that engines and trainers computed."""
+
+    total: float
+    compute: float
+
+
+@dataclass
+class Run:
+    """The driver's hold on a run; made by `rlcore.open_run`."""
+
+    config: RunConfig
+    store: RunStore
+    lease: Lease
+    fleet: Fleet
+    start_state_id: str
+    last_task_run: uuid.UUID | None = None
+    """The newest Prefect task run, for whoever must wait until the server has seen it."""
+    _timings: dict[tuple[int, str], Timing] = field(default_factory=dict)
+    _began: dict[int, float] = field(default_factory=dict)
+    _records: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def id(self) -> str:
+        """The run's name."""
+        return self.config.run.id
+
+    # --- what the store says ------------------------------------------------------------------------
+
+    def record(self, i: int) -> dict[str, Any] | None:
+        """The commit record of iteration i."""
+        if i not in self._records:
+            found = self.store.committed(i)
+            if found is None:
+                return None
+            self._records = {k: v for k, v in self._records.items() if k >= i - 1} | {i: found}
+        return self._records[i]
+
+    def committed(self, i: int) -> IterationRef | None:
+        """Iteration i, if it is committed."""
+        record = self.record(i)
+        if record is None:
+            self._began.setdefault(i, time.perf_counter())
+            return None
+        return IterationRef(self.id, i, record["metrics"])
+
+    def stage(self, i: int, name: str) -> Manifest:
+        """The manifest of a stage of iteration i, which may itself not be committed yet."""
+        record = self.record(i)
+        if record is not None:
+            return self.store.manifest(StageRef.model_validate(record["stages"][name]))
+        found = self.store.stage(i, name)
+        if found is None:
+            raise Corrupt(f"run {self.id}: iteration {i} has no committed {name} stage")
+        return found[0]
+
+    def policy_before(self, i: int) -> StageRef | None:
+        """The weight sync that made the policy of iteration i; None for the starting model."""
+        record = self.record(i - 1) if i else None
+        return StageRef.model_validate(record["stages"]["weight_sync"]) if record else None
+
+    def cursor_before(self, i: int) -> dict[str, int] | None:
+        """Where the data stands before iteration i; None at the start."""
+        return self.stage(i - 1, "rollout").cursor if i else None
+
+    def state_id_before(self, i: int) -> str:
+        """The id of the trainer's state before iteration i."""
+        return str(self.stage(i - 1, "train").extra["state_id"]) if i else self.start_state_id
+
+    # --- bringing the actors to a state ---------------------------------------------------------------
+
+    async def ensure_trainer(self, i: int) -> None:
+        """Have the trainer hold the state before iteration i.
+
+        Walks back to the newest saved state and replays the committed batches after it.
+        """
+        if self.fleet.trainer_state == self.state_id_before(i):
+            return
+        base = i
+        while base and not (saved := self._saved_state(base - 1)):
+            base -= 1
+        if base:
+            await self.fleet.restore(saved, state_id=self.state_id_before(base))
+        elif self.fleet.trainer_state != self.start_state_id:
+            await self.fleet.load_start(self.start_state_id)
+        for k in range(base, i):
+            manifests = {name: self.stage(k, name) for name in ("rollout", "reward", "filter")}
+            await self.fleet.train(self._train_inputs(k, manifests, self.state_id_before(k + 1)), save=False)
+
+    def _saved_state(self, i: int) -> dict[str, Any] | None:
+        state = self.stage(i, "train").extra["state"]
+        return state if state and not is_pruned(self.store.objects, state["key_prefix"]) else None
+
+    async def ensure_engines(self, version: int) -> None:
+        """Have every engine hold policy `version`: the model after that many iterations."""
+        if self.fleet.engine_version != version:
+            await self.ensure_trainer(version)
+            await self.fleet.sync(version)
+
+    # --- stages that need more than one actor -----------------------------------------------------------
+
+    async def train(self, i: int, rollout: StageRef, reward: StageRef, selection: StageRef) -> Work:
+        """Optimizer steps of iteration i; saves the state when due."""
+        refs = {"rollout": rollout, "reward": reward, "filter": selection}
+        manifests = {name: self.store.manifest(ref) for name, ref in refs.items()}
+        before = self.state_id_before(i)
+        after = chain_state_id(
+            before, [ref.sha256 for ref in refs.values()], config_digest(self.config, "algorithm", "train")
+        )
+        inputs = self._train_inputs(i, manifests, after, before=before)
+        save = self.config.due(self.config.checkpoint.state_interval, i, last=True)
+        return await self.fleet.train(inputs, save=save)
+
+    def _train_inputs(
+        self, i: int, manifests: dict[str, Manifest], after: str, before: str | None = None
+    ) -> TrainInputs:
+        return TrainInputs(
+            iteration=i,
+            before=before or self.state_id_before(i),
+            after=after,
+            rollout=manifests["rollout"].files,
+            reward=manifests["reward"].files,
+            selection=manifests["filter"].files,
+        )
+
+    async def sync_engines(self, version: int) -> Work:
+        """Push policy `version` to the engines."""
+        await self.ensure_trainer(version)
+        return await self.fleet.sync(version)
+
+    async def export(self, i: int) -> Work:
+        """Write the model after iteration i as a Hugging Face folder and remove what is no longer kept."""
+        work = await self.fleet.export(i)
+        keep = self.config.checkpoint.keep_last
+        pruned = self.store.prune(i, keep_last=keep)
+        return work.with_metrics({"checkpoint/pruned": float(len(pruned))})
+
+    # --- commits ------------------------------------------------------------------------------------------
+
+    def manifest(
+        self, i: int, name: str, inputs: dict[str, str], digest: str, work: Work, *, seconds: float
+    ) -> Manifest:
+        """The manifest of a stage's work, ready to be committed."""
+        return Manifest(
+            run_id=self.id,
+            iteration=i,
+            stage=name,
+            files=list(work.files),
+            inputs=inputs,
+            config_digest=digest,
+            epoch=self.lease.epoch,
+            attempt=work.attempt,
+            policy_version=work.policy_version,
+            cursor=work.cursor,
+            metrics=work.metrics,
+            extra=work.extra,
+            timings={SECONDS: seconds, "compute": work.compute_seconds, **work.timings},
+        )
+
+    def note_timing(self, i: int, name: str, *, total: float, compute: float) -> None:
+        """Remember how long a stage took, for the iteration's metrics."""
+        self._timings[i, name] = Timing(total, compute)
+
+    async def commit(self, i: int, stages: dict[str, StageRef]) -> IterationRef:
+        """Commit the iteration: its stages' refs and metrics. The last write of an iteration."""
+        metrics: dict[str, float] = {}
+        for ref in stages.values():
+            metrics |= self.store.manifest(ref).metrics
+        taken = {name: self._timings.pop((i, name)) for name in stages if (i, name) in self._timings}
+        metrics[SECONDS] = time.perf_counter() - self._began.pop(i, time.perf_counter())
+        metrics["compute_seconds"] = sum(t.compute for t in taken.values())
+        metrics |= {f"perf/{name}_time": t.total for name, t in taken.items()}
+        record = {
+            "run_id": self.id,
+            "iteration": i,
+            "stages": {name: ref.model_dump(mode="json") for name, ref in stages.items()},
+            "metrics": metrics,
+        }
+        self.store.commit_iteration(i, record, self.lease)
+        return IterationRef(self.id, i, metrics)
+
+    def eval_due(self, i: int) -> bool:
+        """Whether iteration i ends with an evaluation."""
+        return self.config.due(self.config.eval.eval_interval, i, last=bool(self.config.eval.eval_interval))
+
+    def checkpoint_due(self, i: int) -> bool:
+        """Whether iteration i ends with a checkpoint."""
+        return self.config.due(self.config.checkpoint.save_interval, i, last=True)
+
+
+_open: dict[str, Run] = {}
+
+
+def current(run_id: str) -> Run:
+    """The open run of that name in this process."""
+    if run_id not in _open:
+        raise ConfigError(f"run {run_id!r} is not open in this process; call it from rl-train")
+    return _open[run_id]
+
+
+def set_current(run: Run) -> None:
+    """Make an open run known to `current`."""
+    _open[run.id] = run
+
+
+def forget(run_id: str) -> None:
+    """Undo `set_current`."""
+    _open.pop(run_id, None)
+

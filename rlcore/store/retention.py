@@ -1,0 +1,41 @@
+"""What is kept of trainer states and checkpoints, and the removal of the rest.
+
+Invariant: a state or checkpoint is named removed, by a tombstone, before its first file goes. So a reader
+that finds files missing can tell what was removed on purpose from what was lost.
+"""
+
+from collections.abc import Iterable
+
+from rlcore.store.manifest import canonical_json, utc_now
+from rlcore.store.objects import Objects
+from rlcore.store.paths import pruned_key
+
+
+def is_pruned(objects: Objects, prefix: str) -> bool:
+    """Whether the folder was removed on purpose."""
+    return objects.exists(pruned_key(prefix))
+
+
+def prune(objects: Objects, prefixes: Iterable[str], *, keep_last: int) -> list[str]:
+    """Remove all but the newest folders.
+
+    Args:
+        objects: the store.
+        prefixes: folders from old to new.
+        keep_last: how many of the newest to keep.
+
+    Returns:
+        The folders that this call removed.
+    """
+    old = list(prefixes)[:-keep_last]
+    removed = []
+    for prefix in reversed(old):
+        if is_pruned(objects, prefix):
+            # Older ones were removed by the call that removed this one.
+            break
+        objects.put(pruned_key(prefix), canonical_json({"pruned": utc_now()}))
+        for key in objects.list(prefix):
+            if key != pruned_key(prefix):
+                objects.delete(key)
+        removed.append(prefix)
+    return removed

@@ -1,0 +1,19 @@
+"""Rollout: the iteration's prompts and the policy's responses to them."""
+
+from rlcore.run import Run
+from rlcore.store.manifest import StageRef
+from rlcore.work import Work
+from tasks.stage import stage
+
+
+@stage("rollout", sections=("run", "model", "data", "rollout", "sglang"), retries=2)
+async def rollout(run: Run, i: int, policy: StageRef | None) -> Work:
+    """Generate n responses to each of the iteration's prompts with policy version i.
+
+    Args:
+        run: the open run.
+        i: iteration; its policy is the model after i iterations of training.
+        policy: the weight sync that made the policy; None for the starting model.
+    """
+    await run.ensure_engines(i)
+    return await run.fleet.generate(i, cursor=run.cursor_before(i))
