@@ -10,6 +10,7 @@ Invariants:
 
 import time
 import uuid
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -62,6 +63,11 @@ class Run:
         return self.config.run.id
 
     # --- what the store says ------------------------------------------------------------------------
+
+    def first_uncommitted(self) -> int:
+        """The iteration to go on with."""
+        last = self.store.last_committed()
+        return 0 if last is None else last + 1
 
     def record(self, i: int) -> dict[str, Any] | None:
         """The commit record of iteration i."""
@@ -144,8 +150,7 @@ class Run:
             before, [ref.sha256 for ref in refs.values()], config_digest(self.config, "algorithm", "train")
         )
         inputs = self._train_inputs(i, manifests, after, before=before)
-        save = self.config.due(self.config.checkpoint.state_interval, i, last=True)
-        return await self.fleet.train(inputs, save=save)
+        return await self.fleet.train(inputs, save=self.state_due(i))
 
     def _train_inputs(
         self, i: int, manifests: dict[str, Manifest], after: str, before: str | None = None
@@ -165,11 +170,8 @@ class Run:
         return await self.fleet.sync(version)
 
     async def export(self, i: int) -> Work:
-        """Write the model after iteration i as a Hugging Face folder and remove what is no longer kept."""
-        work = await self.fleet.export(i)
-        keep = self.config.checkpoint.keep_last
-        pruned = self.store.prune(i, keep_last=keep)
-        return work.with_metrics({"checkpoint/pruned": float(len(pruned))})
+        """Write the model after iteration i as a Hugging Face folder."""
+        return await self.fleet.export(i)
 
     # --- commits ------------------------------------------------------------------------------------------
 
@@ -213,7 +215,23 @@ class Run:
             "metrics": metrics,
         }
         self.store.commit_iteration(i, record, self.lease)
+        self._prune(i)
         return IterationRef(self.id, i, metrics)
+
+    def _prune(self, i: int) -> None:
+        """Remove the trainer states and checkpoints that are no longer kept."""
+        for stage, folder, due in (("train", "state", self.state_due), ("checkpoint", "checkpoint", self.checkpoint_due)):
+            if due(i):
+                prune(self.store.objects, self._newest_first(i, stage, folder, due), self.config.checkpoint.keep_last)
+
+    def _newest_first(self, i: int, stage: str, folder: str, due: Callable[[int], bool]) -> Iterator[str]:
+        for k in range(i, -1, -1):
+            if due(k):
+                yield str(self.stage(k, stage).extra[folder]["key_prefix"])
+
+    def state_due(self, i: int) -> bool:
+        """Whether the trainer's state after iteration i is saved."""
+        return self.config.due(self.config.checkpoint.state_interval, i, last=True)
 
     def eval_due(self, i: int) -> bool:
         """Whether iteration i ends with an evaluation."""

@@ -5,6 +5,7 @@ that finds files missing can tell what was removed on purpose from what was lost
 """
 
 from collections.abc import Iterable
+from itertools import islice
 
 from rlcore.store.manifest import canonical_json, utc_now
 from rlcore.store.objects import Objects
@@ -16,20 +17,19 @@ def is_pruned(objects: Objects, prefix: str) -> bool:
     return objects.exists(pruned_key(prefix))
 
 
-def prune(objects: Objects, prefixes: Iterable[str], *, keep_last: int) -> list[str]:
+def prune(objects: Objects, newest_first: Iterable[str], keep_last: int) -> list[str]:
     """Remove all but the newest folders.
 
     Args:
         objects: the store.
-        prefixes: folders from old to new.
+        newest_first: folders from new to old; read only as far as the first that was removed before.
         keep_last: how many of the newest to keep.
 
     Returns:
         The folders that this call removed.
     """
-    old = list(prefixes)[:-keep_last]
     removed = []
-    for prefix in reversed(old):
+    for prefix in islice(newest_first, keep_last, None):
         if is_pruned(objects, prefix):
             # Older ones were removed by the call that removed this one.
             break

@@ -1,0 +1,160 @@
+"""The `sluice` command: what a user types, and nothing else. The work is in the modules it calls.
+
+Exit codes: 0 done, 1 the run failed, 2 bad input, 3 interrupted and resumable.
+Imports are inside the commands, so that `sluice --help` answers at once.
+"""
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import App, CycloptsError, Parameter
+
+from rlcore.errors import ConfigError, DataError, NotFound, PluginError, SluiceError
+
+FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 3
+
+app = App(name="sluice", help="Train language models by reinforcement learning; kill it anywhere, lose nothing.")
+config_app = App(name="config", help="Look at the configuration.")
+app.command(config_app)
+
+Sets = Annotated[
+    tuple[str, ...], Parameter(name="--set", help="A setting as section.key=value; may be given again.")
+]
+Root = Annotated[
+    str | None, Parameter(help="Folder or URL of all runs. Default: $SLUICE_ROOT, else ./sluice-data.")
+]
+Json = Annotated[bool, Parameter(name="--json", negative="", help="Print JSON.")]
+RunName = Annotated[str, Parameter(help="Name of the run.")]
+
+
+@app.command
+def train(
+    config: Annotated[Path, Parameter(help="TOML file of the run.")],
+    *,
+    set: Sets = (),
+    root: Root = None,
+    run_id: Annotated[str | None, Parameter(help="Name of the run. Default: made from the time.")] = None,
+    json: Json = False,
+) -> int:
+    """Start a run, or go on with the one of the same name and configuration."""
+    from flows.launch import run_training
+    from rlcore.config import load_config
+
+    more = [f"run.id={run_id}"] if run_id is not None else []
+    base = load_config(config, [*set, *more])
+    return run_training(base, root=root or os.environ.get("SLUICE_ROOT"), as_json=json)
+
+
+@app.command
+def resume(run: RunName, *, set: Sets = (), root: Root = None, json: Json = False) -> int:
+    """Go on with a run from the first stage that is not committed."""
+    from flows.launch import run_training
+    from rlcore.config import with_sets
+    from rlcore.opening import existing_config
+
+    where = root_of(root)
+    config = existing_config(where, run)
+    return run_training(with_sets(config, set) if set else config, root=where, as_json=json)
+
+
+@app.command
+def runs(*, root: Root = None, json: Json = False) -> None:
+    """List the runs of a root."""
+    from flows.inspect import list_runs
+
+    list_runs(root_of(root), as_json=json)
+
+
+@app.command
+def show(
+    run: RunName,
+    *,
+    iter: Annotated[int | None, Parameter(help="One iteration: its stages, files and metrics.")] = None,
+    root: Root = None,
+    json: Json = False,
+) -> None:
+    """Show a run, or one of its iterations."""
+    from flows.inspect import show_iteration, show_run
+
+    if iter is None:
+        show_run(root_of(root), run, as_json=json)
+    else:
+        show_iteration(root_of(root), run, iter, as_json=json)
+
+
+@app.command
+def samples(
+    run: RunName,
+    *,
+    iter: Annotated[int, Parameter(help="The iteration.")],
+    limit: Annotated[int, Parameter(help="How many samples.")] = 10,
+    root: Root = None,
+    json: Json = False,
+) -> None:
+    """Read the prompts, responses and rewards of an iteration."""
+    from flows.inspect import show_samples
+
+    show_samples(root_of(root), run, iter, limit=limit, as_json=json)
+
+
+@app.command
+def verify(run: RunName, *, root: Root = None, json: Json = False) -> int:
+    """Check every digest, that each prompt was trained on once and in order, and the chain of states."""
+    from flows.inspect import verify_run_command
+
+    return 0 if verify_run_command(root_of(root), run, as_json=json) else FAILED
+
+
+@app.command
+def sql(
+    query: Annotated[str, Parameter(help="A SELECT over the views samples, iterations and stages.")],
+    *,
+    root: Root = None,
+    json: Json = False,
+) -> None:
+    """Ask all runs of a root by SQL (DuckDB)."""
+    from flows.inspect import run_sql
+
+    run_sql(root_of(root), query, as_json=json)
+
+
+@config_app.command(name="show")
+def config_show(config: Path, *, set: Sets = (), json: Json = False) -> None:
+    """Print the configuration that a file and options come to."""
+    from flows.inspect import show_config
+    from rlcore.config import load_config
+
+    show_config(load_config(config, set), as_json=json)
+
+
+@config_app.command(name="schema")
+def config_schema() -> None:
+    """Print the JSON schema of the configuration, as Prefect's form uses it."""
+    from flows.inspect import show_schema
+
+    show_schema()
+
+
+def root_of(root: str | None) -> str:
+    """The root that a command works on: the option, the environment, or ./sluice-data."""
+    where = root or os.environ.get("SLUICE_ROOT") or "sluice-data"
+    return where if "://" in where else str(Path(where).expanduser().resolve())
+
+
+def main() -> None:
+    """Entry point of the `sluice` command."""
+    try:
+        code = app(result_action="return_value", exit_on_error=False)
+    except CycloptsError:
+        code = BAD_INPUT  # cyclopts has printed what is wrong
+    except (ConfigError, DataError, PluginError, NotFound) as error:
+        print(f"error: {error}", file=sys.stderr)
+        code = BAD_INPUT
+    except SluiceError as error:
+        print(f"error: {error}", file=sys.stderr)
+        code = FAILED
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+    sys.exit(code if isinstance(code, int) else 0)

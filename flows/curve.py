@@ -1,0 +1,58 @@
+"""The reward curve of a run as a picture."""
+
+from pathlib import Path
+
+from rlcore.observe.history import iterations
+from rlcore.store.objects import Objects
+
+
+def draw_curve(root: str, run_id: str) -> Path | str | None:
+    """Draw reward and exact match over the iterations into `reward.png` of the run.
+
+    Returns:
+        Where the picture lies; None where no iteration is committed.
+    """
+    objects = Objects.open(root)
+    rows = iterations(objects, run_id)
+    if not rows:
+        return None
+    key = f"runs/{run_id}/reward.png"
+    objects.put(key, render(run_id, rows))
+    return objects.local_path(key) or objects.url(key)
+
+
+def render(run_id: str, rows: list[dict[str, float]]) -> bytes:
+    """The picture's PNG bytes.
+
+    Args:
+        run_id: goes into the title.
+        rows: an iteration each, with `iteration` and its metrics.
+    """
+    import io
+
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4), dpi=130)
+    x = [r["iteration"] + 1 for r in rows]
+    for name, label, style in (
+        ("rollout/raw_reward", "mean reward", {"color": "#1f6feb", "linewidth": 2}),
+        ("rollout/exact", "reward of 1 or more", {"color": "#2da44e", "linewidth": 1.5}),
+    ):
+        if any(name in r for r in rows):
+            axes.plot(x, [r.get(name, float("nan")) for r in rows], label=label, **style)
+    for name in sorted({k for r in rows for k in r if k.startswith("eval/") and k.endswith("/reward")}):
+        points = [(r["iteration"] + 1, r[name]) for r in rows if name in r]
+        label = f"eval {name.removeprefix('eval/').removesuffix('/reward')}"
+        axes.plot(*zip(*points, strict=True), "o", markersize=4, alpha=0.8, label=label)
+    axes.set(xlabel="iteration", ylabel="reward", title=run_id)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    figure.tight_layout()
+    out = io.BytesIO()
+    figure.savefig(out, format="png")
+    pyplot.close(figure)
+    return out.getvalue()

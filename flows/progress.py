@@ -1,0 +1,126 @@
+"""What the terminal shows of a run: where to look, a line for what happened, and a summary at the end."""
+
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from rlcore.config import RunConfig
+from rlcore.run import IterationRef, Run
+
+LINE_INTERVAL_S = 2.0
+
+
+class Progress:
+    """Prints one run's progress; with `quiet`, nothing but errors (to stderr)."""
+
+    def __init__(self, config: RunConfig, began: float, *, quiet: bool) -> None:
+        self._config = config
+        self._began = began
+        self._first: float | None = None
+        self._first_iteration = 0
+        self._said = 0.0
+        self._last: IterationRef | None = None
+        self._checkpoint: Path | str | None = None
+        self._out = Console(quiet=quiet, highlight=False, soft_wrap=True)
+        self._err = Console(stderr=True, highlight=False, soft_wrap=True)
+        rollout = config.rollout
+        self._out.print(f"[bold]{config.run.id}[/bold] in {config.storage.root}")
+        self._out.print(
+            f"{config.train.num_iterations} iterations of {rollout.rollout_batch_size} prompts x "
+            f"{rollout.n_samples_per_prompt} samples, {config.num_engines} {rollout.engine} engine(s), "
+            f"{config.world_size} {config.train.backend} rank(s)"
+        )
+
+    def prefect(self, url: str, *, own: bool) -> None:
+        """Say where Prefect is."""
+        page = url.removesuffix("/api")
+        self._out.print(f"Prefect: {page}" + (" (for as long as this command runs)" if own else ""))
+
+    def iteration(self, done: IterationRef, run: Run) -> None:
+        """Show a committed iteration."""
+        now = time.perf_counter()
+        if self._first is None:
+            self._first = now - done.metrics["seconds"]
+            self._first_iteration = done.iteration
+            self._out.print(f"first iteration began {self._first - self._began:.1f} s after the command")
+            self._out.print("iteration   reward    exact  tokens/s  s/iteration  time left", style="dim")
+        self._last = done
+        total = self._config.train.num_iterations
+        last = done.iteration + 1 == total
+        if now - self._said < LINE_INTERVAL_S and not last and done.iteration != self._first_iteration:
+            return
+        self._said = now
+        m = done.metrics
+        each = (now - self._first) / (done.iteration + 1 - self._first_iteration)
+        self._out.print(
+            f"{done.iteration + 1:5d}/{total:<5d}{_figure(m, 'rollout/raw_reward')}{_figure(m, 'rollout/exact')}"
+            f"{m.get('perf/tokens_per_s', 0):10.0f}{each:13.2f}{_clock(each * (total - done.iteration - 1)):>11}"
+            + _evals(m)
+        )
+
+    def interrupted(self) -> None:
+        """Say that the run was stopped and how to go on."""
+        self._err.print(f"interrupted; go on with: [bold]{self._command('resume')}[/bold]")
+
+    def failed(self, error: Exception) -> None:
+        """Say what failed and how to go on."""
+        self._err.print(f"error: {error}", markup=False)
+        self._err.print(f"what was committed is kept; mend it and go on with: {self._command('resume')}")
+
+    def summary(self) -> None:
+        """Where things are, and the commands to look further."""
+        from flows.curve import draw_curve
+        from flows.inspect import last_checkpoint
+
+        config = self._config
+        run, root = config.run.id, config.storage.root
+        table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+        table.add_row("took", _clock(time.perf_counter() - self._began))
+        if self._last is not None:
+            m = self._last.metrics
+            table.add_row("reward", f"{m.get('rollout/raw_reward', float('nan')):.3f} in the last iteration")
+        table.add_row("artifacts", f"{root}/runs/{run}")
+        if checkpoint := last_checkpoint(root, run):
+            table.add_row("model", str(checkpoint))
+        if curve := draw_curve(root, run):
+            table.add_row("reward curve", str(curve))
+        self._out.print()
+        self._out.print(f"[bold]{run}: {config.train.num_iterations} iterations committed[/bold]")
+        self._out.print(table)
+        self._out.print("look further:")
+        for text in (
+            self._command("show"),
+            self._command("samples") + f" --iter {config.train.num_iterations - 1}",
+            self._command("verify"),
+            f"sluice sql{self._root_option()} "
+            f"\"select iteration, avg(reward) from samples where run_id='{run}' group by 1 order by 1\"",
+        ):
+            self._out.print(f"  {text}", markup=False)
+
+    def _command(self, name: str) -> str:
+        return f"sluice {name} {self._config.run.id}{self._root_option()}"
+
+    def _root_option(self) -> str:
+        root = self._config.storage.root
+        return "" if root == str(Path("sluice-data").resolve()) else f" --root {root}"
+
+
+def _figure(metrics: dict[str, float], name: str) -> str:
+    return f"{metrics[name]:9.3f}" if name in metrics else " " * 8 + "-"
+
+
+def _evals(metrics: dict[str, float]) -> str:
+    shown = [f"{k.removeprefix('eval/')} {v:.2f}" for k, v in sorted(metrics.items()) if _is_headline(k)]
+    return "   " + ", ".join(shown) if shown else ""
+
+
+def _is_headline(name: str) -> bool:
+    return name.startswith("eval/") and "/pass@" in name
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

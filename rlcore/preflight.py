@@ -1,0 +1,107 @@
+"""Everything that can be found wrong before a run starts, found before anything is written.
+
+Each check raises an error that names the setting, file or row. The reward function is tried on one row,
+since a function that raises or hangs would otherwise be found only after the first rollout.
+"""
+
+import json
+from pathlib import Path
+
+from rlcore.config import ModelConfig, RunConfig
+from rlcore.data.dataset import check_dataset, first_rows
+from rlcore.errors import ConfigError, NotFound, PluginError, RewardError, StoreError
+from rlcore.opening import check_same, open_store
+from rlcore.plugins import check_signature, load_function
+from rlcore.rollout.rewards import try_reward
+from rlcore.sample import Sample, Status
+
+
+def preflight(config: RunConfig) -> None:
+    """Check a configuration against the world.
+
+    Raises:
+        ConfigError, DataError, PluginError: naming what is wrong and what would mend it.
+    """
+    check_root(config)
+    check_model(config.model)
+    check_data(config)
+    check_plugins(config)
+    check_reward(config)
+
+
+def check_root(config: RunConfig) -> None:
+    """The root can be written to, and holds no other run of this name."""
+    root = config.storage.root
+    if root.startswith("memory://"):
+        raise ConfigError(
+            f"storage.root = {root!r}: memory:// lives in one process, and a run has many; use a folder or s3://"
+        )
+    try:
+        store = open_store(config)
+        store.objects.check_writable()
+    except StoreError as error:
+        raise ConfigError(f"storage.root = {root!r} cannot be used: {error}") from None
+    try:
+        record = store.load_run()
+    except NotFound:
+        return
+    check_same(config, record)
+
+
+def check_model(model: ModelConfig) -> None:
+    """The model folder is one, or the function that builds it loads."""
+    if model.build:
+        load_function(model.build, "model.build")
+        return
+    folder = Path(model.path)
+    if not folder.is_dir():
+        raise ConfigError(f"model.path = {model.path!r} is not a folder; download or convert the model first")
+    config = folder / "config.json"
+    if not config.exists():
+        raise ConfigError(f"model.path = {model.path!r} holds no config.json; it must be a Hugging Face folder")
+    try:
+        json.loads(config.read_text())
+    except ValueError as error:
+        raise ConfigError(f"{config} is not valid JSON: {error}") from None
+    if not any(folder.glob("*.safetensors")):
+        raise ConfigError(f"model.path = {model.path!r} holds no *.safetensors file; save it with safe_serialization")
+
+
+def check_data(config: RunConfig) -> None:
+    """Every row of every data set can be read and has the columns that are named."""
+    check_dataset(config.data)
+    for held_out in config.eval.datasets:
+        check_dataset(config.data.model_copy(update={"path": held_out.path}))
+
+
+def check_plugins(config: RunConfig) -> None:
+    """Custom functions load and take what they will be given."""
+    generate = config.rollout.custom_generate_function_path
+    if generate:
+        setting = "rollout.custom_generate_function_path"
+        check_signature(load_function(generate, setting), "generate", setting)
+    chosen = config.filter.dynamic_sampling_filter_path
+    if chosen and chosen != "nonzero_std":
+        setting = "filter.dynamic_sampling_filter_path"
+        check_signature(load_function(chosen, setting), "filter", setting)
+
+
+def check_reward(config: RunConfig) -> None:
+    """The reward function loads, and gives a number for an empty answer to the first prompt."""
+    row = first_rows(config.data, 1)[0]
+    sample = Sample(
+        group_index=0,
+        index=0,
+        prompt_id=row.prompt_id,
+        prompt=row.prompt,
+        label=row.label,
+        metadata=row.metadata,
+        status=Status.COMPLETED,
+    )
+    try:
+        try_reward(config.reward, sample)
+    except RewardError as error:
+        raise PluginError(
+            f"reward.custom_rm_path = {config.reward.custom_rm_path!r} failed its trial on an empty response "
+            f"to the first prompt: {error}"
+        ) from None
