@@ -1,0 +1,192 @@
+"""What a committed stage says of itself.
+
+Invariants:
+- A manifest is canonical JSON (sorted keys, no spaces, UTF-8); its digest is the SHA-256 of those
+  bytes, and that digest is how later stages name it as an input.
+- A file that a manifest does not name does not exist, whatever lies in the folder.
+- A manifest of another schema version is refused, never guessed at.
+
+What the stages put into the open fields, and `sluice verify` (see `lineage`) relies on:
+- rollout: `cursor` = {epoch, offset, next_epoch, next_offset, size}, positions in the data plan
+  before and after this batch, `size` prompts an epoch; `policy_version`.
+- filter: one row a sample of the rollout with `keep`.
+- train: `extra` = {prev_state_id, state_id, samples, state}. `state_id` is `chain_state_id` of
+  what it was made from; `state` is None (it can be derived again) or {key_prefix, files:
+  [FileRef], model_sha256, optimizer_sha256}.
+"""
+
+import hashlib
+import json
+import math
+from datetime import UTC, datetime
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from rlcore.errors import Corrupt, StoreError
+
+SCHEMA_VERSION = 1
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class FileRef(_Frozen):
+    """One file of the store, with what proves that it is whole."""
+
+    key: str
+    bytes: int
+    rows: int = 0
+    """Rows of a Parquet file; 0 for other files."""
+    sha256: str
+
+
+class StageRef(_Frozen):
+    """A committed stage: small enough to be a task's argument."""
+
+    run_id: str
+    iteration: int
+    stage: str
+    key: str
+    sha256: str
+    """Of the manifest's bytes."""
+    rows: int = 0
+    policy_version: int | None = None
+
+
+class Manifest(_Frozen):
+    """The record whose presence says that a stage is done."""
+
+    schema_version: int = SCHEMA_VERSION
+    run_id: str
+    iteration: int
+    stage: str
+    files: tuple[FileRef, ...] = ()
+    inputs: dict[str, str] = {}
+    """Name of each input -> SHA-256 of its manifest."""
+    config_digest: str
+    epoch: int
+    """Lease epoch of the driver that committed."""
+    attempt: str
+    policy_version: int | None = None
+    cursor: dict[str, Any] | None = None
+    rng: dict[str, Any] | None = None
+    metrics: dict[str, float] = {}
+    extra: dict[str, Any] = {}
+    """What this stage alone has to say."""
+    timings: dict[str, float] = {}
+    """Seconds by name; `seconds` is the whole stage."""
+    created: str = Field(default_factory=lambda: utc_now())
+
+    def to_bytes(self) -> bytes:
+        """The canonical bytes that are stored and digested."""
+        return canonical_json(self.model_dump(mode="json"))
+
+    @classmethod
+    def from_bytes(cls, data: bytes, where: str) -> "Manifest":
+        """The inverse of `to_bytes`; `where` is the address that errors name.
+
+        Raises:
+            StoreError: another schema version.
+            Corrupt: torn, or not a manifest.
+        """
+        tree = parse_record(data, where)
+        try:
+            return cls.model_validate(tree)
+        except ValidationError as error:
+            first = error.errors()[0]
+            field = ".".join(str(step) for step in first["loc"])
+            raise Corrupt(f"{where} is not a manifest: {field or 'root'}: {first['msg']}") from None
+
+    def ref(self, key: str, data: bytes) -> StageRef:
+        """The reference to this manifest, stored under `key` as `data`."""
+        return StageRef(
+            run_id=self.run_id,
+            iteration=self.iteration,
+            stage=self.stage,
+            key=key,
+            sha256=sha256_hex(data),
+            rows=sum(file.rows for file in self.files),
+            policy_version=self.policy_version,
+        )
+
+
+def utc_now() -> str:
+    """The time as ISO 8601 in UTC, to the millisecond."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
+def sha256_hex(data: bytes) -> str:
+    """SHA-256 as 64 hex digits."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def canonical_json(tree: Any) -> bytes:
+    """Equal values give equal bytes: sorted keys, no spaces, UTF-8.
+
+    JSON has no infinities and no NaN: they become the texts "Infinity", "-Infinity" and "NaN",
+    which a manifest's float fields read back.
+
+    Raises:
+        StoreError: a value has no JSON form.
+    """
+    try:
+        text = json.dumps(
+            _finite(tree),
+            sort_keys=True,
+            separators=(",", ":"),
+            ensure_ascii=False,
+            allow_nan=False,
+        )
+        return text.encode()
+    except (TypeError, ValueError) as error:
+        raise StoreError(
+            f"a record for the store has no JSON form: {error}; use numbers, texts, lists, dicts"
+        ) from None
+
+
+def parse_record(data: bytes, where: str) -> dict[str, Any]:
+    """A stored JSON record with a known `schema_version`.
+
+    Raises:
+        StoreError: another schema version.
+        Corrupt: not a JSON object.
+    """
+    try:
+        tree = json.loads(data)
+    except ValueError as error:
+        raise Corrupt(f"{where} is torn: {len(data)} bytes that are no JSON ({error})") from None
+    if not isinstance(tree, dict):
+        raise Corrupt(f"{where} is not a JSON object")
+    found = tree.get("schema_version")
+    if found != SCHEMA_VERSION:
+        raise StoreError(
+            f"{where} has schema version {found!r}, expected {SCHEMA_VERSION}; read it with the "
+            "version of Sluice that wrote it"
+        )
+    return tree
+
+
+def chain_state_id(prev: str, batch_shas: list[str], config_digest: str) -> str:
+    """Identity of a trainer state: what it was made from.
+
+    Args:
+        prev: state_id before; of the start, whatever names the start model.
+        batch_shas: SHA-256 of the manifests that the batch consists of, in a fixed order.
+        config_digest: digest of what the train stage computes.
+
+    Returns:
+        SHA-256 of the canonical JSON [prev, batch_shas, config_digest].
+    """
+    return sha256_hex(canonical_json([prev, batch_shas, config_digest]))
+
+
+def _finite(tree: Any) -> Any:
+    if isinstance(tree, float) and not math.isfinite(tree):
+        return "NaN" if math.isnan(tree) else "Infinity" if tree > 0 else "-Infinity"
+    if isinstance(tree, dict):
+        return {key: _finite(value) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return [_finite(value) for value in tree]
+    return tree

@@ -1,0 +1,112 @@
+"""Where everything of a run lies: pure functions from names to keys, and nothing else.
+
+Invariants:
+- A key is relative to the store's root, uses `/`, and never leaves the root.
+- Two executions of one stage never write the same data key, since each carries its own `attempt`.
+- The manifest, the lease, `run.json` and `_COMMITTED.json` have fixed keys: whoever knows the
+  run's id finds them without listing.
+"""
+
+import re
+import uuid
+
+from rlcore.errors import StoreError
+
+STAGES = ("rollout", "reward", "filter", "train", "weight_sync", "evaluate", "checkpoint")
+"""The stages of one iteration in the order in which they depend on one another."""
+
+RUNS = "runs"
+_RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_STAGE = re.compile(r"[a-z][a-z0-9_-]{0,63}")
+_ATTEMPT = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]{0,63}")
+
+
+def new_attempt() -> str:
+    """A name for one execution of a stage: 32 hex digits, never the same twice."""
+    return uuid.uuid4().hex
+
+
+def run_prefix(run_id: str) -> str:
+    """Folder of a run.
+
+    Raises:
+        StoreError: the id would not be a plain folder name.
+    """
+    if not _RUN_ID.fullmatch(run_id):
+        raise StoreError(
+            f"run id {run_id!r} is not usable as a folder name; use letters, digits, '.', '_' and "
+            "'-', at most 128, beginning with a letter or digit"
+        )
+    return f"{RUNS}/{run_id}"
+
+
+def run_key(run_id: str) -> str:
+    """The run's record: config, digest, code version, parent."""
+    return f"{run_prefix(run_id)}/run.json"
+
+
+def lease_key(run_id: str) -> str:
+    """Who may commit to the run."""
+    return f"{run_prefix(run_id)}/lease.json"
+
+
+def outcome_key(run_id: str) -> str:
+    """How the run's last driver ended; for display only."""
+    return f"{run_prefix(run_id)}/outcome.json"
+
+
+def iteration_prefix(run_id: str, iteration: int) -> str:
+    """Folder of one iteration, counted from 0."""
+    if iteration < 0:
+        raise StoreError(
+            f"iteration {iteration} of run {run_id} is negative; iterations count from 0"
+        )
+    return f"{run_prefix(run_id)}/it/{iteration:06d}"
+
+
+def committed_key(run_id: str, iteration: int) -> str:
+    """The record that ends an iteration."""
+    return f"{iteration_prefix(run_id, iteration)}/_COMMITTED.json"
+
+
+def stage_prefix(run_id: str, iteration: int, stage: str) -> str:
+    """Folder of one stage of one iteration."""
+    if not _STAGE.fullmatch(stage):
+        raise StoreError(
+            f"stage {stage!r} is not usable as a folder name; use lower-case letters, digits, '_', "
+            "'-'"
+        )
+    return f"{iteration_prefix(run_id, iteration)}/{stage}"
+
+
+def manifest_key(run_id: str, iteration: int, stage: str) -> str:
+    """The manifest whose presence says that the stage is done."""
+    return f"{stage_prefix(run_id, iteration, stage)}/_MANIFEST.json"
+
+
+def bad_manifest_key(run_id: str, iteration: int, stage: str, stamp: str) -> str:
+    """Where a manifest goes whose parts turned out damaged; `stamp` is a time."""
+    return f"{stage_prefix(run_id, iteration, stage)}/_MANIFEST.bad-{stamp}.json"
+
+
+def part_key(run_id: str, iteration: int, stage: str, shard: int, attempt: str) -> str:
+    """One Parquet file of a stage, written by one execution of it."""
+    return f"{stage_prefix(run_id, iteration, stage)}/part-{shard:05d}-{_checked(attempt)}.parquet"
+
+
+def state_prefix(run_id: str, iteration: int, attempt: str) -> str:
+    """Folder of the trainer state (model, optimizer, scheduler, RNG) that an iteration ends with."""
+    return f"{stage_prefix(run_id, iteration, 'train')}/state-{_checked(attempt)}"
+
+
+def pruned_key(prefix: str) -> str:
+    """Tombstone of a state folder: its files were removed on purpose."""
+    return f"{prefix}/_PRUNED.json"
+
+
+def _checked(attempt: str) -> str:
+    if not _ATTEMPT.fullmatch(attempt):
+        raise StoreError(
+            f"attempt {attempt!r} is not usable in a file name; take one from new_attempt()"
+        )
+    return attempt
