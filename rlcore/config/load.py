@@ -9,10 +9,11 @@ import difflib
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
 
 from rlcore.config.tree import RunConfig, Section, StorageConfig
 from rlcore.errors import ConfigError
@@ -177,25 +178,60 @@ def _section_at(key: Sequence[str]) -> type[BaseModel] | None:
 
 def explain(error: ValidationError) -> Iterator[str]:
     """Pydantic's findings as sentences: key, value, what is allowed, nearest right name."""
+    wrong: dict[tuple[str | int, ...], list[ErrorDetails]] = {}
     for item in error.errors():
-        key = ".".join(str(part) for part in item["loc"])
-        kind, context = item["type"], item.get("ctx", {})
-        if kind == "extra_forbidden":
-            yield _unknown_key(key, item["loc"])
-        elif kind == "missing":
-            yield f"{key} is missing: {_help(item['loc'])}"
-        elif kind == "value_error":
-            yield str(context["error"])
+        loc = _real_keys(item["loc"])
+        if item["type"] == "extra_forbidden":
+            yield _unknown_key(_dotted(loc), loc)
+        elif item["type"] == "missing":
+            yield f"{_dotted(loc)} is missing: {_help(loc)}"
+        elif item["type"] == "value_error":
+            yield str(item["ctx"]["error"])
         else:
-            said = item["msg"].removeprefix("Input should be ")
-            yield f"{key} = {item['input']!r} is not allowed: it should be {said}"
+            wrong.setdefault(loc, []).append(item)
+    for loc, items in wrong.items():
+        allowed = " or ".join(_allowed(item) for item in items)
+        yield f"{_dotted(loc)} = {items[0]['input']!r} is not allowed: it should be {allowed}"
+
+
+def _real_keys(loc: tuple[str | int, ...]) -> tuple[str | int, ...]:
+    """Pydantic's location without the members of a union that it adds behind the key."""
+    real: list[str | int] = []
+    section: type[BaseModel] | None = RunConfig
+    open_table = False
+    for part in loc:
+        if isinstance(part, int):
+            real.append(part)
+        elif section is not None:
+            real.append(part)
+            field = section.model_fields.get(part)
+            section = _section_of(field) if field else None
+            open_table = field is not None and get_origin(field.annotation) is dict
+        elif open_table:
+            real.append(part)
+            open_table = False
+    return tuple(real)
+
+
+def _dotted(loc: tuple[str | int, ...]) -> str:
+    return ".".join(str(part) for part in loc)
+
+
+def _allowed(item: ErrorDetails) -> str:
+    if item["type"] in ("model_type", "dict_type"):
+        return "a table"
+    if item["type"] == "string_pattern_mismatch":
+        return f"text that matches {item['ctx']['pattern']}"
+    if item["type"] == "string_too_short":
+        return "text that is not empty"
+    return item["msg"].removeprefix("Input should be ")
 
 
 def _unknown_key(key: str, loc: tuple[str | int, ...]) -> str:
     section = _section_at([str(part) for part in loc[:-1] if not isinstance(part, int)])
     names = list(section.model_fields) if section else []
     prefix = ".".join(str(part) for part in loc[:-1])
-    near = difflib.get_close_matches(str(loc[-1]), names, n=1, cutoff=0.6)
+    near = difflib.get_close_matches(str(loc[-1]).lower(), names, n=1, cutoff=0.6)
     if near:
         return f"unknown setting {key}: did you mean {prefix + '.' if prefix else ''}{near[0]}?"
     everywhere = [f"{s}.{n}" for s, f in RunConfig.model_fields.items() for n in _names(f)]

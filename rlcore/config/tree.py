@@ -27,7 +27,11 @@ class Section(BaseModel):
     """Base of all sections: frozen, and strict about unknown keys."""
 
     model_config = ConfigDict(
-        extra="forbid", frozen=True, use_attribute_docstrings=True, strict=True
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
     )
     OPERATIONAL: ClassVar[frozenset[str]] = frozenset()
 
@@ -65,7 +69,7 @@ class ModelConfig(Section):
 class DataConfig(Section):
     """The prompts to train on."""
 
-    path: FilePath
+    path: Annotated[FilePath, Field(min_length=1)]
     """JSONL or Parquet file, or a folder of Hugging Face datasets; rows as `f.jsonl@[0:100]`."""
     input_key: str = "prompt"
     """Column of the prompt: text, or a list of chat messages."""
@@ -102,7 +106,7 @@ class RolloutConfig(Section):
     """Responses a prompt: the size of a group."""
     max_response_len: PositiveInt = 1024
     """Most tokens of a response."""
-    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
+    temperature: Annotated[float, Field(ge=0)] = 1.0
     """Sampling temperature; the trainer divides its logits by it too."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Nucleus sampling; 1 is off."""
@@ -140,13 +144,26 @@ class RolloutConfig(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _limits_agree(self) -> "RolloutConfig":
+        if self.top_k == 0:
+            raise ValueError(
+                "rollout.top_k = 0 leaves no token to sample; use -1 (off) or 1 and up"
+            )
+        if self.context_length is not None and self.context_length <= self.max_response_len:
+            raise ValueError(
+                f"rollout.context_length = {self.context_length} leaves no room for a prompt "
+                f"beside rollout.max_response_len = {self.max_response_len}"
+            )
+        return self
+
 
 class RewardConfig(Section):
     """How responses are scored."""
 
     OPERATIONAL = frozenset({"workers"})
 
-    custom_rm_path: FunctionPath
+    custom_rm_path: Annotated[FunctionPath, Field(min_length=1)]
     """A function `reward(args, sample, **kwargs) -> float | dict`; a list of them if batched."""
     batched: bool = False
     """The function takes a list of samples and returns a list of rewards."""
@@ -232,6 +249,15 @@ class TrainConfig(Section):
     deadline_s: Annotated[float, Field(gt=0)] = 3600.0
     """Seconds after which a training step counts as hung."""
 
+    @model_validator(mode="after")
+    def _schedule_falls(self) -> "TrainConfig":
+        if self.lr_schedule != "constant" and self.lr_min > self.lr:
+            raise ValueError(
+                f"train.lr_min = {self.lr_min} is above train.lr = {self.lr}, "
+                f"but train.lr_schedule = {self.lr_schedule!r} ends at train.lr_min"
+            )
+        return self
+
 
 class WeightsConfig(Section):
     """How new weights reach the engines."""
@@ -249,7 +275,7 @@ class EvalDataset(Section):
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")]
     """Name in the metrics."""
-    path: FilePath
+    path: Annotated[FilePath, Field(min_length=1)]
     """As data.path."""
     n_samples_per_eval_prompt: PositiveInt = 1
     """Responses a prompt."""
