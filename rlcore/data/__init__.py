@@ -1,0 +1,15 @@
+"""Prompts: read from files, named, and handed out in a seeded order. Imports no torch."""
+
+from rlcore.data.dataset import Dataset, DatasetInfo, Prompt, check_dataset, load_dataset
+from rlcore.data.source import Cursor, plan, span
+
+__all__ = [
+    "Cursor",
+    "Dataset",
+    "DatasetInfo",
+    "Prompt",
+    "check_dataset",
+    "load_dataset",
+    "plan",
+    "span",
+]

@@ -1,0 +1,333 @@
+"""SGLang's HTTP API as async calls, the same for a real server and for the embedded engine.
+
+Invariants:
+- A batch of requests is one HTTP call, with a sampling-parameter set each.
+- Nothing is sent that `limits.check_request` refuses.
+- Tokens and log-probs come from the engine's reply and are never made again from text.
+- Every failure is an `EngineError` naming the address, the status and what the server said. Where
+  trying again, here or elsewhere, may help, it is an `EngineUnavailable`.
+"""
+
+import asyncio
+import base64
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+import orjson
+
+from rlcore.errors import EngineError
+from rlcore.rollout.limits import Limits, check_request
+
+
+class EngineUnavailable(EngineError):
+    """The engine did not answer, or answered that it cannot now: another attempt may succeed."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """One prompt to continue.
+
+    Attributes:
+        input_ids: prompt, or prompt and the response so far.
+        sampling_params: by SGLang's names.
+        rid: name under which `abort` finds it.
+    """
+
+    input_ids: list[int]
+    sampling_params: dict[str, Any]
+    rid: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateResult:
+    """What the engine made of a request.
+
+    Attributes:
+        tokens: ids generated, a final end-of-sequence id included.
+        log_probs: one a token, at the sampling temperature.
+        finish_reason: `stop`, `length` or `abort`.
+        text: decoded tokens.
+        weight_version: of the policy that generated.
+        cached_tokens: prompt tokens found in the engine's cache.
+        detail: the whole finish reason as the engine gave it.
+    """
+
+    tokens: list[int]
+    log_probs: list[float]
+    finish_reason: str
+    text: str = ""
+    weight_version: str = ""
+    cached_tokens: int = 0
+    detail: dict[str, Any] = field(default_factory=dict)
+
+
+class EngineClient:
+    """Talks to one engine. Use it within one event loop and close it there.
+
+    Args:
+        url: such as `http://127.0.0.1:30000`.
+        limits: of the model; None leaves ids and lengths to the server.
+        timeout_s: seconds until a request counts as failed.
+    """
+
+    def __init__(self, url: str, limits: Limits | None = None, timeout_s: float = 600.0) -> None:
+        self.url = url.rstrip("/")
+        self.limits = limits
+        self._http = httpx.AsyncClient(
+            timeout=httpx.Timeout(timeout_s, connect=min(10.0, timeout_s)),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+            trust_env=False,
+        )
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the connections. The engine drops requests that still run."""
+        await self._http.aclose()
+
+    # --- generation -------------------------------------------------------------------------------
+
+    async def generate(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
+        """Continue prompts in one HTTP call.
+
+        Returns:
+            One result a request, in order.
+
+        Raises:
+            EngineUnavailable: the engine is not there or failed.
+            EngineError: a request is not acceptable, or the reply makes no sense.
+        """
+        if not requests:
+            return []
+        for request in requests:
+            check_request(request.input_ids, request.sampling_params, self.limits)
+        body: dict[str, Any] = {
+            "input_ids": [r.input_ids for r in requests],
+            "sampling_params": [r.sampling_params for r in requests],
+            "return_logprob": True,
+        }
+        if all(r.rid is not None for r in requests):
+            body["rid"] = [r.rid for r in requests]
+        replies = await self._json("POST", "/generate", body)
+        if not isinstance(replies, list) or len(replies) != len(requests):
+            got = len(replies) if isinstance(replies, list) else type(replies).__name__
+            raise EngineError(f"{self.url}/generate answered {got} for {len(requests)} requests")
+        return [self._result(reply) for reply in replies]
+
+    async def prompt_log_probs(self, sequences: Sequence[list[int]]) -> list[list[float]]:
+        """Log-probs of the tokens of given sequences, all but each one's first, at temperature 1.
+
+        Returns:
+            For each sequence of n ids, n - 1 log-probs.
+        """
+        params = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_new_tokens": 0}
+        for sequence in sequences:
+            check_request(sequence, params, self.limits)
+        body = {
+            "input_ids": list(sequences),
+            "sampling_params": [params] * len(sequences),
+            "return_logprob": True,
+            "logprob_start_len": [0] * len(sequences),
+        }
+        replies = await self._json("POST", "/generate", body)
+        out = []
+        for sequence, reply in zip(sequences, replies, strict=True):
+            entries = reply["meta_info"].get("input_token_logprobs") or []
+            if [entry[1] for entry in entries] != sequence:
+                raise EngineError(
+                    f"{self.url}/generate answered log-probs of {len(entries)} tokens that are not "
+                    f"the {len(sequence)} asked for"
+                )
+            out.append([float(entry[0]) for entry in entries[1:]])
+        return out
+
+    def _result(self, reply: dict[str, Any]) -> GenerateResult:
+        try:
+            meta = reply["meta_info"]
+            reason = meta["finish_reason"]
+            entries = meta.get("output_token_logprobs") or []
+            tokens = reply["output_ids"]
+            log_probs = [entry[0] for entry in entries]
+            result = GenerateResult(
+                tokens=tokens,
+                log_probs=log_probs,
+                finish_reason=reason["type"],
+                text=reply.get("text", ""),
+                weight_version=str(meta.get("weight_version", "")),
+                cached_tokens=int(meta.get("cached_tokens") or 0),
+                detail=reason,
+            )
+        except (KeyError, TypeError, IndexError) as error:
+            raise EngineError(
+                f"{self.url}/generate answered something else than SGLang does: "
+                f"{type(error).__name__} {error} in {str(reply)[:200]}"
+            ) from None
+        if [entry[1] for entry in entries] != tokens:
+            raise EngineError(
+                f"{self.url}/generate answered {len(tokens)} tokens, but log-probs of other "
+                f"{len(entries)}"
+            )
+        if not all(type(p) is float and math.isfinite(p) for p in log_probs):
+            raise EngineError(
+                f"{self.url}/generate answered log-probs that are no finite numbers; the engine's "
+                "weights are broken"
+            )
+        return result
+
+    # --- control ----------------------------------------------------------------------------------
+
+    async def health(self, timeout_s: float = 5.0) -> bool:
+        """Whether the server answers."""
+        try:
+            reply = await self._http.get(f"{self.url}/health", timeout=timeout_s)
+        except httpx.HTTPError:
+            return False
+        return reply.status_code == 200
+
+    async def model_info(self) -> dict[str, Any]:
+        """Model path, weight version and the like."""
+        info: dict[str, Any] = await self._json("GET", "/model_info")
+        return info
+
+    async def weight_version(self) -> str:
+        """Version of the weights that the engine holds."""
+        return str((await self.model_info())["weight_version"])
+
+    async def server_info(self) -> dict[str, Any]:
+        """The server's arguments and state."""
+        info: dict[str, Any] = await self._json("GET", "/get_server_info")
+        return info
+
+    async def pause(self, mode: str = "abort") -> None:
+        """Stop generating. `abort` ends running requests, `in_place` keeps them where they are."""
+        await self._json("POST", "/pause_generation", {"mode": mode})
+
+    async def resume(self) -> None:
+        """Go on after `pause`."""
+        await self._json("POST", "/continue_generation", {})
+
+    async def abort(self, rid: str | None = None) -> None:
+        """End one request, or all of them; each is answered with what it has so far."""
+        await self._send("POST", "/abort_request", {"rid": rid or "", "abort_all": rid is None})
+
+    async def flush_cache(self, timeout_s: float = 60.0) -> None:
+        """Empty the KV cache. Waits for requests to end, since a server refuses while any runs.
+
+        Raises:
+            EngineError: it still refused after `timeout_s` seconds.
+        """
+        deadline, wait = time.monotonic() + timeout_s, 0.02
+        while True:
+            try:
+                await self._send("POST", "/flush_cache", {})
+                return
+            except EngineError:
+                if time.monotonic() + wait > deadline:
+                    raise
+            await asyncio.sleep(wait)
+            wait = min(1.0, wait * 2)
+
+    async def update_weights_from_disk(
+        self, path: str, version: str, *, flush_cache: bool = True
+    ) -> None:
+        """Load the weights of a Hugging Face folder that the engine can read."""
+        body = {"model_path": path, "weight_version": version, "flush_cache": flush_cache}
+        await self._update("/update_weights_from_disk", body)
+
+    async def update_weights_from_tensor(
+        self,
+        blobs: Sequence[str | bytes],
+        version: str,
+        *,
+        load_format: str | None = None,
+        flush_cache: bool = True,
+    ) -> None:
+        """Send tensors over the wire.
+
+        Args:
+            blobs: one for each tensor-parallel rank of the engine; bytes are sent as base64.
+            version: of the weights once they are in.
+            load_format: how the blobs are packed, where the server must be told.
+            flush_cache: empty the KV cache, which belongs to the old weights.
+        """
+        texts = [b if isinstance(b, str) else base64.b64encode(b).decode("ascii") for b in blobs]
+        body: dict[str, Any] = {
+            "serialized_named_tensors": texts,
+            "weight_version": version,
+            "flush_cache": flush_cache,
+        }
+        if load_format is not None:
+            body["load_format"] = load_format
+        await self._update("/update_weights_from_tensor", body)
+
+    async def release_memory(self, tags: Sequence[str] = ("kv_cache", "weights")) -> None:
+        """Give GPU memory back until `resume_memory`."""
+        await self._send("POST", "/release_memory_occupation", {"tags": list(tags)})
+
+    async def resume_memory(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
+        """Take the memory that `release_memory` gave back."""
+        await self._send("POST", "/resume_memory_occupation", {"tags": list(tags)})
+
+    # --- HTTP -------------------------------------------------------------------------------------
+
+    async def _update(self, path: str, body: dict[str, Any]) -> None:
+        reply = await self._json("POST", path, body)
+        # A server may say 200 and yet have failed: only the body counts.
+        if not (isinstance(reply, dict) and reply.get("success")):
+            raise EngineError(f"{self.url}{path} failed: {_said(reply)}")
+
+    async def _json(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+        content = await self._send(method, path, body)
+        try:
+            return orjson.loads(content)
+        except orjson.JSONDecodeError:
+            raise EngineUnavailable(
+                f"{self.url}{path} answered no JSON: {content[:200].decode(errors='replace')!r}"
+            ) from None
+
+    async def _send(self, method: str, path: str, body: dict[str, Any] | None = None) -> bytes:
+        content = None if body is None else orjson.dumps(body)
+        headers = None if body is None else {"Content-Type": "application/json"}
+        try:
+            reply = await self._http.request(
+                method, f"{self.url}{path}", content=content, headers=headers
+            )
+        except httpx.HTTPError as error:
+            raise EngineUnavailable(
+                f"{self.url}{path} did not answer: {type(error).__name__} {error}".rstrip()
+            ) from None
+        if reply.status_code == 200:
+            return reply.content
+        kind = (
+            EngineUnavailable
+            if reply.status_code in (408, 429) or reply.status_code >= 500
+            else EngineError
+        )
+        raise kind(f"{self.url}{path} answered {reply.status_code}: {_said(reply.content)}")
+
+
+def _said(reply: Any) -> str:
+    """The message within an error reply, which SGLang wraps in several ways."""
+    if isinstance(reply, bytes):
+        try:
+            reply = orjson.loads(reply)
+        except orjson.JSONDecodeError:
+            return reply.decode(errors="replace")[:500].strip()
+    if isinstance(reply, dict):
+        inner = reply.get("error", reply.get("message", reply.get("detail", reply)))
+        return _said(inner) if isinstance(inner, dict) and inner is not reply else str(inner)[:500]
+    return str(reply)[:500]
