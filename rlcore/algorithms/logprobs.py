@@ -16,6 +16,7 @@ would; all that follows in float32 (float64 for float64 inputs).
 Invariants:
 - Values and gradients are those of the plain formulas, whatever the chunk.
 - A row that gets no gradient (masked) adds exactly nothing to any gradient, even if it holds NaN.
+- Logits of -inf (ids that are switched off) have probability 0 and a finite log-prob and entropy.
 - No rows give empty results that are still part of the graph.
 - The peak beside the inputs and their gradients is a few times chunk x vocabulary.
 """
@@ -33,6 +34,9 @@ from rlcore.errors import ConfigError, DataError
 
 CHUNK_ELEMENTS = 1 << 25
 """Logits in a chunk when none is asked for: 128 MiB of float32."""
+
+LOWEST = -1e30
+"""Log-prob of a token whose logit is -inf: finite, so that 0 x log 0 is 0 in entropies."""
 
 
 def chunked_log_probs(
@@ -102,7 +106,7 @@ def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
     """Log-softmax of logits / temperature, in a new tensor of the dtype that results have."""
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     wide = logits.to(dtype, copy=True).div_(temperature)
-    return wide.sub_(wide.logsumexp(-1, keepdim=True))
+    return wide.sub_(wide.logsumexp(-1, keepdim=True)).clamp_(min=LOWEST)
 
 
 def _results(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
