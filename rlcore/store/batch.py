@@ -12,6 +12,7 @@ Invariants:
 
 import bisect
 import hashlib
+import itertools
 import queue
 import threading
 from collections.abc import Iterable, Mapping, Sequence
@@ -146,8 +147,9 @@ def read_parts(
     place: dict[int, int] = {}
     for part, own in sorted(wanted.items()):
         start = ends[part] - refs[part].rows
-        place.update({row: len(place) for row in dict.fromkeys(own)})
-        local = [row - start for row in dict.fromkeys(own)]
+        own = list(dict.fromkeys(own))
+        place.update(zip(own, itertools.count(len(place))))
+        local = [row - start for row in own]
         tables.append(read_table(objects, refs[part], columns, local))
     if not tables:
         return read_table(objects, refs[0], columns, [])

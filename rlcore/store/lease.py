@@ -166,7 +166,6 @@ def this_process() -> str:
     """`host:pid:start`, one name for one process: `start` is its start time in clock ticks after
     boot.
 
-
     `host` carries a digest of the boot and the process namespace, since containers may share a
     host name.
     """

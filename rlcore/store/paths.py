@@ -95,7 +95,7 @@ def part_key(run_id: str, iteration: int, stage: str, shard: int, attempt: str) 
 
 
 def state_prefix(run_id: str, iteration: int, attempt: str) -> str:
-    """Folder of the trainer state (model, optimizer, scheduler, RNG) that an iteration ends with."""
+    """Folder of the trainer state (model, optimizer, schedule, RNG) that an iteration ends with."""
     return f"{stage_prefix(run_id, iteration, 'train')}/state-{_checked(attempt)}"
 
 

@@ -312,11 +312,14 @@ class RunStore:
             reason,
         )
         for later in paths.STAGES:
-            found = self._read_manifest(iteration, later) if digest and later != stage else None
-            if isinstance(found, tuple) and digest in found[0].inputs.values():
-                self._quarantine(
-                    iteration, later, found[1].sha256, f"its input {stage} was quarantined"
-                )
+            found = self._read_manifest(iteration, later) if later != stage else None
+            if not isinstance(found, tuple):
+                continue
+            inputs = found[0].inputs
+            # The digest of a torn manifest is lost; then the input's name has to do.
+            if digest in inputs.values() or (digest is None and stage in inputs):
+                reason = f"its input {stage} was quarantined"
+                self._quarantine(iteration, later, found[1].sha256, reason)
 
 
 def run_ids(objects: Objects) -> list[str]:

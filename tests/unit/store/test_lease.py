@@ -1,0 +1,138 @@
+"""The lease: one holder at a time, and the others know it."""
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlcore.errors import Fenced, StoreError
+from rlcore.store.lease import Lease, is_held, read_lease, this_process
+from rlcore.store.objects import Objects
+from rlcore.store.paths import lease_key
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_each_holding_has_the_next_epoch(objects: Objects) -> None:
+    first = Lease.acquire(objects, "r", "a:1:1")
+    assert first.epoch == 1 and is_held(read_lease(objects, "r"))
+    first.check()
+    first.release()
+    assert not is_held(read_lease(objects, "r"))
+    assert Lease.acquire(objects, "r", "b:1:1").epoch == 2
+
+
+def test_a_live_holder_is_not_displaced(objects: Objects) -> None:
+    Lease.acquire(objects, "r", "elsewhere:7:7", ttl_s=60)
+    with pytest.raises(Fenced, match=r"elsewhere:7:7 \(epoch 1\) until \d{4}-"):
+        Lease.acquire(objects, "r", "b:1:1")
+
+
+def test_a_stolen_lease_fences_its_holder(objects: Objects) -> None:
+    old = Lease.acquire(objects, "r", "a:1:1")
+    new = Lease.acquire(objects, "r", "b:1:1", steal=True)
+    assert new.epoch == old.epoch + 1
+    for act in (old.check, old.renew):
+        with pytest.raises(Fenced, match=r"held by b:1:1 \(epoch 2\)"):
+            act()
+    old.release()
+    new.check()
+
+
+def test_an_expired_lease_is_free(objects: Objects) -> None:
+    old = Lease.acquire(objects, "r", "a:1:1", ttl_s=0.2)
+    time.sleep(0.3)
+    old.check()
+    new = Lease.acquire(objects, "r", "b:1:1", ttl_s=60)
+    with pytest.raises(Fenced):
+        old.check()
+    new.check()
+
+
+def test_renewal_keeps_it_and_notices_a_takeover(disk: Objects) -> None:
+    lease = Lease.acquire(disk, "r", "a:1:1", ttl_s=0.8)
+    lease.start()
+    time.sleep(1.3)
+    with pytest.raises(Fenced):
+        Lease.acquire(disk, "r", "b:1:1")
+    Lease.acquire(disk, "r", "b:1:1", steal=True).release()
+    time.sleep(0.5)
+    disk.delete(lease_key("r"))
+    with pytest.raises(Fenced, match="b:1:1"):
+        lease.check()
+    lease.stop()
+
+
+def test_one_of_many_takes_it(objects: Objects) -> None:
+    def take(number: int) -> bool:
+        try:
+            Lease.acquire(objects, "r", f"holder{number}:1:1")
+            return True
+        except Fenced:
+            return False
+
+    with ThreadPoolExecutor(6) as pool:
+        assert list(pool.map(take, range(6))).count(True) == 1
+
+
+def test_a_killed_holder_of_this_machine_is_followed_at_once(shared: Objects) -> None:
+    code = (
+        "import pickle, sys, time\n"
+        "from rlcore.store.lease import Lease\n"
+        "print(Lease.acquire(pickle.loads(bytes.fromhex(sys.argv[1])), 'r').holder, flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", code, pickle.dumps(shared).hex()],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    assert child.stdout
+    holder = child.stdout.readline().strip()
+    assert f":{child.pid}:" in holder
+    with pytest.raises(Fenced, match=str(child.pid)):
+        Lease.acquire(shared, "r")
+    child.send_signal(signal.SIGKILL)
+    # Not reaped yet: a zombie counts as gone.
+    time.sleep(0.2)
+    assert Lease.acquire(shared, "r").epoch == 2
+    child.communicate()
+
+
+def test_a_new_process_with_an_old_number_is_not_the_holder(disk: Objects) -> None:
+    machine, pid, start = this_process().split(":")
+    Lease.acquire(disk, "r", f"{machine}:{pid}:{int(start) + 1}")
+    assert Lease.acquire(disk, "r").epoch == 2
+
+
+def test_a_lease_of_another_version_is_refused(disk: Objects) -> None:
+    disk.put(lease_key("r"), b'{"schema_version": 9, "epoch": 3}')
+    with pytest.raises(StoreError, match="schema version 9, expected 1"):
+        Lease.acquire(disk, "r")
+
+
+def test_an_outage_does_not_end_renewal(disk: Objects, monkeypatch: Any, caplog: Any) -> None:
+    lease = Lease.acquire(disk, "r", "a:1:1", ttl_s=0.4)
+    failures = iter([True, True])
+
+    def fail_twice(key: str) -> tuple[bytes, str]:
+        if next(failures, False):
+            raise StoreError("the store is away")
+        return type(disk).read_with_tag(disk, key)
+
+    monkeypatch.setattr(disk, "read_with_tag", fail_twice)
+    before = read_lease(Objects.open(disk.root), "r")
+    lease.start()
+    time.sleep(0.6)
+    lease.stop()
+    after = read_lease(Objects.open(disk.root), "r")
+    assert before and after and after["expires"] > before["expires"]
+    assert "not renewed" in caplog.text
