@@ -23,6 +23,7 @@ Invariants:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -102,18 +103,29 @@ def _rows_per_chunk(
     return chunk
 
 
-def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
-    """Log-softmax of logits / temperature, in a new tensor of the dtype that results have."""
-    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    wide = logits.to(dtype, copy=True).div_(temperature)
-    return wide.sub_(wide.logsumexp(-1, keepdim=True)).clamp_(min=LOWEST)
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that is computed in after the product."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _results(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropies of one chunk."""
-    log_p = _log_softmax(logits, temperature)
-    chosen = log_p.gather(-1, targets[:, None])[:, 0]
-    return chosen, log_p.exp().mul_(log_p).sum(-1).neg_()
+def _forward(z: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probs, entropies and shifts of one chunk of wide logits, which are overwritten.
+
+    The shifts [rows, 2] are the largest logit and the log of the sum over the others beside it:
+    what backward takes off. Apart, since their sum would lose the digits of a large logit.
+    """
+    top = _scaled(z, temperature).amax(-1, keepdim=True)
+    p = z.sub_(top).clamp_(min=LOWEST).exp()
+    total = p.sum(-1)
+    log_total = total.log()
+    log_probs = z.gather(-1, targets[:, None])[:, 0] - log_total
+    entropy = log_total - p.mul_(z).sum(-1) / total
+    return log_probs, entropy, torch.stack([top[:, 0], log_total], -1)
+
+
+def _scaled(z: Tensor, temperature: float) -> Tensor:
+    """Divides in place; a temperature of 1 costs no pass."""
+    return z if temperature == 1.0 else z.div_(temperature)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -122,37 +134,56 @@ class _Upstream:
 
     log_probs: Tensor
     entropy: Tensor | None
-    """None when nobody differentiates the entropy, which spares a pass over the chunk."""
+    """None when nobody differentiates the entropy, which spares passes over the chunk."""
     dead: Tensor
     """bool: rows without any gradient; what they hold is replaced by 0, so that NaN stays out."""
     entropy_value: Tensor
+    shifts: Tensor
     targets: Tensor
     temperature: float
 
     @classmethod
-    def of(
-        cls, ctx: Any, log_probs: Tensor | None, entropy: Tensor | None, value: Tensor, ids: Tensor
-    ) -> _Upstream:
+    def of(cls, ctx: Any, log_probs: Tensor | None, entropy: Tensor | None) -> _Upstream:
+        targets, value, shifts = ctx.saved_tensors[-3:]
         grad = torch.zeros_like(value) if log_probs is None else log_probs
         dead = grad == 0 if entropy is None else (grad == 0) & (entropy == 0)
-        return cls(grad, entropy, dead, value.masked_fill(dead, 0.0), ids, ctx.temperature)
+        value = value.masked_fill(dead, 0.0)
+        shifts = shifts.masked_fill(dead[:, None], 0.0)
+        return cls(grad, entropy, dead, value, shifts, targets, ctx.temperature)
 
-    def logits_grad(self, logits: Tensor, rows: slice) -> Tensor:
-        """Gradient of one chunk's logits, in their dtype."""
-        log_p = _log_softmax(logits, self.temperature)
-        grad, p = self.log_probs[rows, None], log_p.exp()
+    def logits_grad(self, z: Tensor, rows: slice) -> Tensor:
+        """Gradient of one chunk of wide logits, which are overwritten."""
+        top, log_total = self.shifts[rows].split(1, -1)
+        log_p = _scaled(z, self.temperature).sub_(top).sub_(log_total)
+        grad = self.log_probs[rows, None]
         if self.entropy is None:
-            out = p.mul_(-grad)
+            out = log_p.exp_().mul_(-grad)
         else:
+            p = log_p.clamp_(min=LOWEST).exp()
             log_p.add_(self.entropy_value[rows, None]).mul_(self.entropy[rows, None])
             out = p.mul_(log_p.add_(grad).neg_())
         out.scatter_add_(-1, self.targets[rows, None], grad)
-        return out.div_(self.temperature).to(logits.dtype)
+        return _scaled(out, self.temperature)
 
 
 def _chunks(tokens: int, rows: int) -> list[slice]:
     """Slices of at most `rows` rows; one empty slice of no tokens."""
     return [slice(start, start + rows) for start in range(0, max(tokens, 1), rows)]
+
+
+def _saved(
+    ctx: Any,
+    parts: Sequence[tuple[Tensor, Tensor, Tensor]],
+    inputs: tuple[Tensor, ...],
+    temperature: float,
+    rows: int,
+) -> tuple[Tensor, Tensor]:
+    """Joins the chunks and keeps what backward needs."""
+    log_probs, entropy, shifts = (torch.cat(values) for values in zip(*parts, strict=True))
+    ctx.save_for_backward(*inputs, entropy, shifts)
+    ctx.temperature, ctx.rows = temperature, rows
+    ctx.set_materialize_grads(False)
+    return log_probs, entropy
 
 
 class _HiddenLogProbs(torch.autograd.Function):
@@ -162,30 +193,28 @@ class _HiddenLogProbs(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, rows: int
     ) -> tuple[Tensor, Tensor]:
+        wide = _wide(hidden.dtype)
         parts = [
-            _results(hidden[part] @ weight.t(), targets[part], temperature)
+            _forward((hidden[part] @ weight.t()).to(wide), targets[part], temperature)
             for part in _chunks(len(hidden), rows)
         ]
-        log_probs, entropy = (torch.cat(values) for values in zip(*parts, strict=True))
-        ctx.save_for_backward(hidden, weight, targets, entropy)
-        ctx.temperature, ctx.rows = temperature, rows
-        ctx.set_materialize_grads(False)
-        return log_probs, entropy
+        return _saved(ctx, parts, (hidden, weight, targets), temperature, rows)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         if grads[0] is None and grads[1] is None:
             return (None,) * 5
-        hidden, weight, targets, entropy = ctx.saved_tensors
-        upstream = _Upstream.of(ctx, grads[0], grads[1], entropy, targets)
+        hidden, weight = ctx.saved_tensors[:2]
+        upstream = _Upstream.of(ctx, grads[0], grads[1])
+        wide = _wide(hidden.dtype)
         parts = _chunks(len(hidden), ctx.rows)
         grad_hidden = torch.empty_like(hidden)
         sum_dtype = torch.float32 if len(parts) > 1 and weight.dtype.itemsize < 4 else weight.dtype
         grad_weight = torch.zeros_like(weight, dtype=sum_dtype)
         for part in parts:
             alive = hidden[part].masked_fill(upstream.dead[part, None], 0.0)
-            grad = upstream.logits_grad(alive @ weight.t(), part)
+            grad = upstream.logits_grad((alive @ weight.t()).to(wide), part).to(hidden.dtype)
             torch.mm(grad, weight, out=grad_hidden[part])
             if sum_dtype == weight.dtype:
                 grad_weight.addmm_(grad.t(), alive)
@@ -201,25 +230,23 @@ class _LogitLogProbs(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, targets: Tensor, temperature: float, rows: int
     ) -> tuple[Tensor, Tensor]:
+        wide = _wide(logits.dtype)
         parts = [
-            _results(logits[part], targets[part], temperature)
+            _forward(logits[part].to(wide, copy=True), targets[part], temperature)
             for part in _chunks(len(logits), rows)
         ]
-        log_probs, entropy = (torch.cat(values) for values in zip(*parts, strict=True))
-        ctx.save_for_backward(logits, targets, entropy)
-        ctx.temperature, ctx.rows = temperature, rows
-        ctx.set_materialize_grads(False)
-        return log_probs, entropy
+        return _saved(ctx, parts, (logits, targets), temperature, rows)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         if grads[0] is None and grads[1] is None:
             return (None,) * 4
-        logits, targets, entropy = ctx.saved_tensors
-        upstream = _Upstream.of(ctx, grads[0], grads[1], entropy, targets)
+        logits = ctx.saved_tensors[0]
+        upstream = _Upstream.of(ctx, grads[0], grads[1])
+        wide = _wide(logits.dtype)
         grad_logits = torch.empty_like(logits)
         for part in _chunks(len(logits), ctx.rows):
             alive = logits[part].masked_fill(upstream.dead[part, None], 0.0)
-            grad_logits[part] = upstream.logits_grad(alive, part)
+            grad_logits[part] = upstream.logits_grad(alive.to(wide), part)
         return grad_logits, None, None, None

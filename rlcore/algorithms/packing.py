@@ -133,15 +133,7 @@ class PaddedBatch(TokenTensors):
         return [row[: n - 1] for row, n in zip(values, self.lengths, strict=True)]
 
 
-_DTYPES: dict[str, type[np.generic]] = {
-    "input_ids": np.int64,
-    "position_ids": np.int64,
-    "targets": np.int64,
-    "loss_mask": np.bool_,
-    "loss_weights": np.float32,
-    "advantages": np.float32,
-}
-_Row = dict[str, npt.NDArray[np.generic]]
+_Arrays = dict[str, npt.NDArray[np.generic]]
 
 
 def pack(
@@ -163,11 +155,9 @@ def pack(
     Raises:
         DataError: lengths that do not fit each other, or a sequence lacks log-probs asked for.
     """
-    rows = _rows(sequences, totals, how, log_probs)
-    lengths = tuple(len(row["input_ids"]) for row in rows)
-    flat = {name: torch.from_numpy(np.concatenate([r[name] for r in rows])) for name in rows[0]}
+    arrays, lengths = _flat(sequences, totals, how, log_probs)
     edges = torch.tensor([0, *np.cumsum(lengths).tolist()], dtype=torch.int32)
-    return PackedBatch(**_complete(flat), cu_seqlens=edges, lengths=lengths)
+    return PackedBatch(**_tensors(arrays), cu_seqlens=edges, lengths=lengths)
 
 
 def padded(
@@ -182,40 +172,21 @@ def padded(
 
     `pad_id` fills `input_ids` behind the sequences: any id that the model has an embedding for.
     """
-    rows = _rows(sequences, totals, how, log_probs)
-    lengths = tuple(len(row["input_ids"]) for row in rows)
-    shape = (len(rows), max(lengths))
-    grid: dict[str, Tensor] = {}
-    for name in rows[0]:
+    flat, lengths = _flat(sequences, totals, how, log_probs)
+    real = np.arange(max(lengths))[None, :] < np.asarray(lengths)[:, None]
+    grid: _Arrays = {}
+    for name, values in flat.items():
         fill = pad_id if name == "input_ids" else 0
-        array = np.full(shape, fill, dtype=rows[0][name].dtype)
-        for target, row in zip(array, rows, strict=True):
-            target[: len(row[name])] = row[name]
-        grid[name] = torch.from_numpy(array)
-    mask = (np.arange(shape[1])[None, :] < np.asarray(lengths)[:, None]).astype(np.int64)
-    return PaddedBatch(**_complete(grid), attention_mask=torch.from_numpy(mask), lengths=lengths)
+        grid[name] = np.full(real.shape, fill, dtype=values.dtype)
+        grid[name][real] = values
+    mask = torch.from_numpy(real.astype(np.int64))
+    return PaddedBatch(**_tensors(grid), attention_mask=mask, lengths=lengths)
 
 
-def _complete(tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """Adds None for the log-probs that were not asked for."""
+def _tensors(arrays: _Arrays) -> dict[str, Any]:
+    """As tensors, with None for the log-probs that were not asked for."""
+    tensors = {name: torch.from_numpy(values) for name, values in arrays.items()}
     return {**dict.fromkeys(get_args(LogProbs)), **tensors}
-
-
-def _rows(
-    sequences: Sequence[TrainSequence],
-    totals: Totals,
-    how: Normalization,
-    log_probs: Sequence[LogProbs],
-) -> list[_Row]:
-    """Aligned arrays of each sequence, all with the same keys."""
-    if not sequences:
-        nothing: dict[str, Any] = dict.fromkeys(log_probs, ())
-        return [_aligned(TrainSequence([0], 0, **nothing), log_probs, 0.0)]
-    for i, sequence in enumerate(sequences):
-        _check(sequence, i, log_probs)
-    return [
-        _aligned(s, log_probs, token_weight(s.trainable_tokens, totals, how)) for s in sequences
-    ]
 
 
 def _check(sequence: TrainSequence, i: int, log_probs: Sequence[LogProbs]) -> None:
@@ -239,21 +210,68 @@ def _check(sequence: TrainSequence, i: int, log_probs: Sequence[LogProbs]) -> No
             )
 
 
-def _aligned(sequence: TrainSequence, log_probs: Sequence[LogProbs], weight: float) -> _Row:
-    """Arrays [length] of one sequence, each value at the position that predicts its token."""
-    tokens = np.asarray(sequence.tokens)
-    length, response = len(tokens), sequence.response_length
-    row: _Row = {name: np.zeros(length, dtype) for name, dtype in _DTYPES.items()}
-    row["input_ids"][:] = tokens
-    row["position_ids"][:] = np.arange(length)
-    row["targets"][:-1] = tokens[1:]
-    predicting = slice(length - 1 - response, length - 1)
-    if sequence.trainable:
-        mask = 1 if sequence.loss_mask is None else np.asarray(sequence.loss_mask) != 0
-        row["loss_mask"][predicting] = mask
-    row["loss_weights"][row["loss_mask"].astype(np.bool_)] = weight
-    row["advantages"][predicting] = sequence.advantages
+def _flat(
+    sequences: Sequence[TrainSequence],
+    totals: Totals,
+    how: Normalization,
+    log_probs: Sequence[LogProbs],
+) -> tuple[_Arrays, tuple[int, ...]]:
+    """Arrays [T] of all sequences end to end, and the length of each sequence."""
+    for i, sequence in enumerate(sequences):
+        _check(sequence, i, log_probs)
+    if not sequences:
+        sequences = [_filler(log_probs)]
+    lengths = tuple(len(s.tokens) for s in sequences)
+    responses = np.asarray([s.response_length for s in sequences])
+    ends = np.cumsum(lengths)
+    ids = _joined([s.tokens for s in sequences], np.int64)
+    # Where each response token is predicted: the R positions before the last of its sequence.
+    within = np.arange(responses.sum()) - np.repeat(np.cumsum(responses) - responses, responses)
+    predicting = np.repeat(ends - 1 - responses, responses) + within
+
+    def placed(values: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
+        out = np.zeros(len(ids), values.dtype)
+        out[predicting] = values
+        return out
+
+    mask = _joined([_mask(s) for s in sequences], np.int64) != 0
+    weights = [token_weight(s.trainable_tokens, totals, how) for s in sequences]
+    targets = np.roll(ids, -1)
+    targets[ends - 1] = 0
+    arrays: _Arrays = {
+        "input_ids": ids,
+        "position_ids": np.arange(len(ids)) - np.repeat(ends - lengths, lengths),
+        "targets": targets,
+        "loss_mask": placed(mask),
+        "loss_weights": placed((np.repeat(weights, responses) * mask).astype(np.float32)),
+        "advantages": placed(_joined([_advantages(s) for s in sequences], np.float32)),
+    }
     for name in log_probs:
-        row[name] = np.zeros(length, np.float32)
-        row[name][predicting] = getattr(sequence, name)
-    return row
+        arrays[name] = placed(_joined([getattr(s, name) for s in sequences], np.float32))
+    return arrays, lengths
+
+
+def _filler(log_probs: Sequence[LogProbs]) -> TrainSequence:
+    """One token that predicts nothing: what an empty micro-batch passes through the model."""
+    nothing: dict[str, Any] = dict.fromkeys(log_probs, ())
+    return TrainSequence(tokens=[0], response_length=0, **nothing)
+
+
+def _joined(parts: Sequence[npt.ArrayLike], dtype: type[np.generic]) -> npt.NDArray[np.generic]:
+    """One array of all parts; an empty list counts as an array of that type."""
+    return np.concatenate([np.asarray(part, dtype) for part in parts])
+
+
+def _mask(sequence: TrainSequence) -> Ints:
+    """[R] what the sequence trains on."""
+    if sequence.trainable and sequence.loss_mask is not None:
+        return sequence.loss_mask
+    return [int(sequence.trainable)] * sequence.response_length
+
+
+def _advantages(sequence: TrainSequence) -> Floats:
+    """[R], one for each token."""
+    value = sequence.advantages
+    if isinstance(value, int | float | np.floating):
+        return [float(value)] * sequence.response_length
+    return value

@@ -111,6 +111,12 @@ def test_a_sample_longer_than_the_cap_goes_alone():
     assert [m.samples for m in out.steps[0].ranks[0]] == [(1,), (0, 2)]
 
 
+def test_samples_that_fit_only_one_way_keep_to_the_cap():
+    # Spread evenly, 2 + 2 + 3 would be over; only {3, 3} and {2, 2, 2} fit.
+    (step,) = plan([3, 3, 2, 2, 2], max_tokens=6, dp_size=1, num_steps=1).steps
+    assert [m.tokens for m in step.ranks[0]] == [6, 6]
+
+
 def test_fewer_samples_than_ranks_leave_empty_micro_batches():
     (step,) = plan([5, 7], max_tokens=100, dp_size=3, num_steps=1).steps
     assert [[m.samples for m in rank] for rank in step.ranks] == [[(1,)], [(0,)], [()]]
