@@ -1,0 +1,120 @@
+"""Two questions put to the model once, before it serves.
+
+Does this engine compute what transformers computes? A model with something the engine does not know
+(another attention, scaled logits) is refused instead of answered wrongly.
+
+Which batch sizes give the same bits? Matrix kernels choose their order of summation by shape. The
+sizes kept are those in which one row, put at several places among random others, comes out equal in
+every bit; where none agree, rows are computed one by one.
+"""
+
+import logging
+
+import torch
+from torch import Tensor
+
+from rlcore.engine.embedded import attention
+from rlcore.engine.embedded.kv import Lane
+from rlcore.engine.embedded.runner import ModelRunner
+from rlcore.errors import EngineError
+
+log = logging.getLogger(__name__)
+
+_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
+"""Largest difference of two logits, relative to the largest logit; low precision: 0.1."""
+
+
+def calibrate(runner: ModelRunner) -> None:
+    """Check the model, and on CPU settle `runner.batch_sizes` and `runner.batched_prefill`."""
+    generator = torch.Generator().manual_seed(0)
+    _check_model(runner, generator)
+    if runner.device.type != "cpu":
+        return
+    runner.batch_sizes = _agreeing_sizes(runner, generator)
+    runner.batched_prefill = _prefill_agrees(runner, generator)
+    if not runner.batched_prefill or len(runner.batch_sizes) == 1:
+        log.warning(
+            "matrix kernels of this machine give bits that depend on the batch: batched prefill "
+            "%s, decode batches of %s",
+            "on" if runner.batched_prefill else "off",
+            runner.batch_sizes,
+        )
+
+
+def _tokens(runner: ModelRunner, generator: torch.Generator, count: int) -> list[int]:
+    return torch.randint(0, runner.vocab_size, (count,), generator=generator).tolist()
+
+
+@torch.inference_mode()
+def _check_model(runner: ModelRunner, generator: torch.Generator) -> None:
+    """Compare prefill and one decode step with the model's own forward."""
+    tokens = _tokens(runner, generator, min(24, runner.context_length))
+    runner.model.set_attn_implementation("sdpa")
+    reference = runner.model(torch.tensor([tokens], device=runner.device), use_cache=False).logits[
+        0
+    ]
+    runner.model.set_attn_implementation(attention.NAME)
+    prompt = runner.prefill([tokens[:-1]])[0]
+    lane = Lane(runner.kv_shape, runner.lane_length(len(tokens)))
+    lane.append(torch.zeros(1, dtype=torch.long).numpy(), prompt.kv)
+    device = runner.device
+    last = runner.decode(
+        lane,
+        0,
+        torch.tensor(tokens[-1:], device=device),
+        torch.tensor([len(tokens) - 1], device=device),
+    )
+    ours = torch.cat((prompt.logits[None], last))
+    gap = (ours - reference[-2:].float()).abs().max() / reference.abs().max()
+    if not gap < _TOLERANCE.get(runner.dtype, 0.1):
+        raise EngineError(
+            f"The embedded engine does not compute what transformers does for model type "
+            f"'{runner.config.model_type}' (relative difference of logits {float(gap):.1e}); use "
+            "rollout.engine = 'sglang' for this model."
+        )
+
+
+def _prefill_agrees(runner: ModelRunner, generator: torch.Generator) -> bool:
+    """Whether a prompt read alone and among others gives the same bits."""
+    for length in (5, 40):
+        if length >= runner.context_length:
+            continue
+        together = runner.prompts_together(-(-length // 16) * 16)
+        prompts = [_tokens(runner, generator, length) for _ in range(together)]
+        batch = runner.prefill(prompts)
+        for at in {0, together // 2, together - 1}:
+            alone = runner.prefill([prompts[at]])[0]
+            same = (
+                torch.equal(alone.kv, batch[at].kv)
+                and torch.equal(alone.hidden, batch[at].hidden)
+                and torch.equal(alone.logits, batch[at].logits)
+            )
+            if not same:
+                return False
+    return True
+
+
+def _agreeing_sizes(runner: ModelRunner, generator: torch.Generator) -> tuple[int, ...]:
+    """The candidate sizes at which one row gives the same logits at every place tried."""
+    length = runner.shortest_lane
+    row = torch.randn((*runner.kv_shape.zeros(1, length).shape,), generator=generator)
+    token = _tokens(runner, generator, 1)[0]
+    expected: Tensor | None = None
+    agreeing: list[int] = []
+    candidates = runner.batch_sizes
+    for size in candidates:
+        lane = Lane(runner.kv_shape, length)
+        lane.reserve(size)
+        lane.kv.copy_(torch.randn(lane.kv.shape, generator=generator))
+        tokens = torch.tensor(_tokens(runner, generator, size))
+        positions = torch.randint(0, length, (size,), generator=generator)
+        places = sorted({0, 1, size // 2, size - 1})
+        lane.kv[:, :, places] = row.to(runner.dtype)
+        tokens[places], positions[places] = token, length - 2
+        runner.batch_sizes = (size,)
+        logits = runner.decode(lane, 0, tokens, positions)
+        expected = logits[0] if expected is None else expected
+        if all(torch.equal(logits[place], expected) for place in places):
+            agreeing.append(size)
+    runner.batch_sizes = candidates
+    return tuple(agreeing) or (1,)

@@ -1,0 +1,237 @@
+"""The model: reads prompts, takes decode steps, scores tokens, holds and swaps the weights.
+
+Invariant: a result for one sequence is computed in a shape that depends on that sequence alone.
+Prompts are padded to a multiple of 16 at the end, behind the causal mask; the rows of a batch are
+padded to one of `batch_sizes`, among which `calibrate` found no difference in any bit on this
+machine (if it finds one, the engine computes row by row).
+"""
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rlcore.engine.embedded import attention
+from rlcore.engine.embedded.kv import KVShape, Lane, Prompt
+from rlcore.engine.embedded.weights import copy_into, load_blobs, load_folder, tied_names
+from rlcore.errors import EngineError
+
+PROMPT_MULTIPLE = 16
+"""Prompts are padded to a multiple of this: matrix kernels treat full tiles alike."""
+PREFILL_TOKENS = 256
+"""Prompts are read together up to this many tokens (padding included)."""
+LOGIT_ROWS = 256
+"""Positions whose vocabulary-wide log-probabilities are held at once."""
+
+
+class ModelRunner:
+    """One causal language model with its weights on one device. Used by one thread at a time."""
+
+    def __init__(
+        self, path: Path, dtype: str, device: str, context_length: int | None = None
+    ) -> None:
+        from transformers import AutoModelForCausalLM
+
+        attention.register()
+        self.device = torch.device(device)
+        self.dtype = getattr(torch, dtype)
+        model = AutoModelForCausalLM.from_pretrained(
+            str(path), dtype=self.dtype, attn_implementation=attention.NAME, local_files_only=True
+        )
+        self.model: Any = model
+        self.model.to(self.device).eval().requires_grad_(False)
+        self.config = model.config
+        self.vocab_size = int(model.get_output_embeddings().weight.shape[0])
+        self.context_length = self._context_length(context_length)
+        self.kv_shape = KVShape(
+            layers=self.config.num_hidden_layers,
+            heads=getattr(self.config, "num_key_value_heads", self.config.num_attention_heads),
+            head_dim=getattr(self.config, "head_dim", None)
+            or self.config.hidden_size // self.config.num_attention_heads,
+            dtype=self.dtype,
+            device=self.device,
+        )
+        _own_storage(self.model)
+        self.state: dict[str, Tensor] = dict(self.model.state_dict())
+        self.parameters = sum(p.numel() for p in model.parameters())
+        self.batch_sizes = _candidate_sizes(self.parameters)
+        self.batched_prefill = True
+        self.shortest_lane = _shortest_lane(self.parameters, self.config, self.kv_shape.head_dim)
+        self._spill: Path | None = None
+
+    @property
+    def largest_batch(self) -> int:
+        """Rows that one decode step takes."""
+        return self.batch_sizes[-1]
+
+    def prompts_together(self, length: int) -> int:
+        """How many prompts of padded length `length` one `prefill` takes."""
+        return max(1, PREFILL_TOKENS // length) if self.batched_prefill else 1
+
+    def lane_length(self, tokens: int) -> int:
+        """The length of the lane for a sequence of `tokens`: a power of two."""
+        return max(self.shortest_lane, 1 << (tokens - 1).bit_length())
+
+    def _context_length(self, wanted: int | None) -> int:
+        longest = int(self.config.max_position_embeddings)
+        if wanted is not None and wanted > longest:
+            raise EngineError(
+                f"--context-length {wanted} exceeds the model's max_position_embeddings {longest}."
+            )
+        return wanted or longest
+
+    # -- computing ---------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def prefill(self, prompts: list[list[int]]) -> list[Prompt]:
+        """Read prompts whose padded lengths are equal; see `padded`."""
+        rows, length = len(prompts), padded(len(prompts[0]))
+        ids = torch.zeros((rows, length), dtype=torch.long)
+        for i, prompt in enumerate(prompts):
+            ids[i, : len(prompt)] = torch.tensor(prompt)
+        kv = self.kv_shape.zeros(rows, length)
+        positions = torch.arange(length, device=self.device)[None].expand(rows, -1)
+        hidden = self._hidden(ids.to(self.device), positions, attention.Prefill(kv))
+        last = torch.stack([hidden[i, len(p) - 1] for i, p in enumerate(prompts)])
+        logits = torch.cat(
+            [
+                self._logits(F.pad(part, (0, 0, 0, self._pad_rows(len(part)) - len(part))))[
+                    : len(part)
+                ]
+                for part in last.split(self.largest_batch)
+            ]
+        )
+        # Copies, so that a kept prompt does not hold the whole batch in memory.
+        return [
+            Prompt(
+                kv[:, :, i : i + 1, :, : len(p)].clone(),
+                hidden[i, : len(p)].clone(),
+                logits[i].clone(),
+            )
+            for i, p in enumerate(prompts)
+        ]
+
+    @torch.inference_mode()
+    def decode(self, lane: Lane, begin: int, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Logits [n, vocabulary] after feeding `tokens` [n] at `positions` [n] to the lane's rows
+        from `begin` on. n is at most the largest batch size.
+        """
+        count = len(tokens)
+        rows = self._pad_rows(count)
+        lane.reserve(begin + rows)
+        ids = torch.zeros(rows, dtype=torch.long, device=self.device)
+        at = torch.zeros(rows, dtype=torch.long, device=self.device)
+        ids[:count], at[:count] = tokens, positions
+        step = attention.Decode(lane.kv[:, :, begin : begin + rows], at)
+        hidden = self._hidden(ids[:, None], at[:, None], step)
+        return self._logits(hidden[:, 0])[:count]
+
+    @torch.inference_mode()
+    def score(self, prompt: Prompt, tokens: list[int], start: int, top: int) -> tuple[
+        list[float], list[list[tuple[float, int]]]
+    ]:  # fmt: skip
+        """Log-probabilities of tokens[start + 1:] given what is before them, and the `top`
+        likeliest alternatives of each. Logits are not scaled by a temperature.
+        """
+        values: list[float] = []
+        tops: list[list[tuple[float, int]]] = []
+        for begin in range(start, len(tokens) - 1, LOGIT_ROWS):
+            end = min(begin + LOGIT_ROWS, len(tokens) - 1)
+            logprobs = torch.log_softmax(self._logits(prompt.hidden[begin:end]), dim=-1)
+            targets = torch.tensor(tokens[begin + 1 : end + 1], device=self.device)
+            values += logprobs.gather(1, targets[:, None])[:, 0].tolist()
+            tops += likeliest(logprobs, top)
+        return values, tops
+
+    def _hidden(self, ids: Tensor, positions: Tensor, step: attention.Step) -> Tensor:
+        output = self.model.base_model(
+            input_ids=ids, position_ids=positions, use_cache=False, kv=step
+        )
+        return output.last_hidden_state
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """float32 logits [n, vocabulary] of [n, hidden]."""
+        return self.model.get_output_embeddings()(hidden).float()
+
+    def _pad_rows(self, count: int) -> int:
+        return next(size for size in self.batch_sizes if size >= count)
+
+    # -- weights -----------------------------------------------------------------------------------
+
+    def update_from_folder(self, folder: Path) -> int:
+        """Replace all weights by those of a Hugging Face folder; returns the number of tensors."""
+        return load_folder(self.state, folder)
+
+    def update_from_blobs(self, blobs: list[str]) -> int:
+        """Replace the weights that safetensors blobs (base64) hold; returns the number of
+        tensors.
+        """
+        return load_blobs(self.state, blobs)
+
+    def release(self) -> None:
+        """Free the weights' memory; their values wait in a temporary file."""
+        from safetensors.torch import save_file
+
+        handle, name = tempfile.mkstemp(prefix="sluice-weights-", suffix=".safetensors")
+        os.close(handle)
+        self._spill = Path(name)
+        tied = tied_names(self.state)
+        save_file({n: t.contiguous() for n, t in self.state.items() if tied[n][0] == n}, name)
+        for tensor in self.state.values():
+            tensor.untyped_storage().resize_(0)
+
+    def resume(self) -> None:
+        """Take the released weights back into memory, with the values they had."""
+        from safetensors.torch import load_file
+
+        if self._spill is None:
+            raise EngineError("The weights were not released.")
+        for tensor in self.state.values():
+            tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
+        copy_into(self.state, iter(load_file(str(self._spill)).items()))
+        self._spill.unlink()
+        self._spill = None
+
+
+def padded(length: int) -> int:
+    """The length at which a prompt of `length` tokens is computed."""
+    return -(-length // PROMPT_MULTIPLE) * PROMPT_MULTIPLE
+
+
+def likeliest(logprobs: Tensor, top: int) -> list[list[tuple[float, int]]]:
+    """The `top` largest of each row [n, vocabulary] as (log-probability, token id)."""
+    if top == 0:
+        return [[] for _ in range(len(logprobs))]
+    values, ids = logprobs.topk(min(top, logprobs.shape[-1]), dim=-1)
+    return [
+        list(zip(v, i, strict=True)) for v, i in zip(values.tolist(), ids.tolist(), strict=True)
+    ]
+
+
+def _own_storage(model: torch.nn.Module) -> None:
+    """Give every weight memory of its own: a loader may leave it mapped to the file on disk, which
+    a trainer is free to replace, and mapped memory cannot be released.
+    """
+    for parameter in model.parameters():
+        if not parameter.untyped_storage().resizable():
+            parameter.data = parameter.data.clone()
+
+
+def _candidate_sizes(parameters: int) -> tuple[int, ...]:
+    """Row counts of a decode step. Small models gain from large batches (a step costs mostly its
+    Python calls); for large ones more rows only make the padding of the last batch dearer.
+    """
+    largest = 512 if parameters <= 8_000_000 else 128 if parameters <= 64_000_000 else 64
+    return tuple(16 << i for i in range(10) if 16 << i <= largest)
+
+
+def _shortest_lane(parameters: int, config: Any, head_dim: int) -> int:
+    """The largest power of two at which attention over the whole lane stays near 4 % of a step's
+    multiplications (2 x parameters): shorter lanes would split batches for nothing."""
+    per_position = 2 * config.num_hidden_layers * config.num_attention_heads * head_dim
+    fair = max(16, int(0.04 * parameters / per_position))
+    return 1 << (fair.bit_length() - 1)

@@ -1,0 +1,169 @@
+"""Engine processes: start one, wait until it answers, end it.
+
+Invariants:
+- An engine never outlives its parent: the kernel sends it SIGKILL when the parent thread's process
+  ends (Linux), and it leads a process group of its own, which `stop` ends as a whole.
+- A start that fails says why: the error carries the last lines of the engine's log and where it
+  lies.
+"""
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rlcore.errors import EngineError
+
+PR_SET_PDEATHSIG = 1
+LOG_TAIL_LINES = 20
+POLL_SECONDS = 0.05
+
+# Loaded here: the child, between fork and exec, must not import or allocate more than it has to.
+_libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
+
+
+def embedded_argv(
+    model_path: str | Path,
+    port: int,
+    *,
+    host: str = "127.0.0.1",
+    dtype: str = "float32",
+    device: str = "cpu",
+    threads: int = 1,
+    max_running_requests: int | None = None,
+    context_length: int | None = None,
+    random_seed: int = 0,
+    weight_version: str | None = None,
+) -> list[str]:
+    """The command of an embedded engine."""
+    argv = [sys.executable, "-m", "rlcore.engine.embedded"]
+    argv += ["--model-path", str(model_path), "--host", host, "--port", str(port)]
+    argv += ["--dtype", dtype, "--device", device, "--threads", str(threads)]
+    argv += ["--random-seed", str(random_seed)]
+    if max_running_requests is not None:
+        argv += ["--max-running-requests", str(max_running_requests)]
+    if context_length is not None:
+        argv += ["--context-length", str(context_length)]
+    if weight_version is not None:
+        argv += ["--weight-version", weight_version]
+    return argv
+
+
+class EngineProcess:
+    """One engine server as a child process. `host` and `port` are those in its command."""
+
+    def __init__(self, port: int, host: str = "127.0.0.1") -> None:
+        self.url = f"http://{host}:{port}"
+        self._process: subprocess.Popen[bytes] | None = None
+        self._log_path: Path | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """The process id, None before `start`."""
+        return None if self._process is None else self._process.pid
+
+    def start(
+        self, argv: Sequence[str], log_path: str | Path, env: Mapping[str, str] | None = None
+    ) -> None:
+        """Run `argv` with the variables of `env` added to ours; output is appended to
+        `log_path`.
+        """
+        if self.alive():
+            raise EngineError(f"The engine at {self.url} runs already (pid {self.pid}).")
+        self._log_path = Path(log_path)
+        self._log_path.parent.mkdir(parents=True, exist_ok=True)
+        with self._log_path.open("ab") as log:
+            try:
+                self._process = subprocess.Popen(
+                    list(argv),
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env={**os.environ, **(env or {})},
+                    start_new_session=True,
+                    preexec_fn=_DieWithParent(os.getpid()),
+                )
+            except OSError as error:
+                raise EngineError(f"{argv[0]} could not be started: {error}.") from error
+
+    def alive(self) -> bool:
+        """Whether the process runs."""
+        return self._process is not None and self._process.poll() is None
+
+    def wait_healthy(self, timeout: float) -> None:
+        """Return once /health answers 200; EngineError, with the end of the log, if the process
+        ends before or `timeout` seconds pass.
+        """
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline:
+            if not self.alive():
+                code = None if self._process is None else self._process.returncode
+                raise EngineError(
+                    f"The engine at {self.url} ended with exit code {code} before it was ready. "
+                    f"{self._log_tail()}"
+                )
+            if self._healthy():
+                return
+            time.sleep(POLL_SECONDS)
+        raise EngineError(
+            f"The engine at {self.url} did not answer /health within {timeout:g} s. "
+            f"{self._log_tail()}"
+        )
+
+    def stop(self, timeout: float = 10.0) -> None:
+        """End the process group: SIGTERM, and SIGKILL after `timeout` seconds. Does nothing
+        twice.
+        """
+        process = self._process
+        if process is None:
+            return
+        if process.poll() is None:
+            _signal_group(process.pid, signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout)
+        # Also after a clean end: children of a real server may live on in the group.
+        _signal_group(process.pid, signal.SIGKILL)
+        process.wait()
+
+    def _healthy(self) -> bool:
+        # No proxy, whatever the environment says: the engine is on this machine.
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        try:
+            with opener.open(f"{self.url}/health", timeout=5) as response:
+                return bool(response.status == 200)
+        except (urllib.error.URLError, OSError):
+            return False
+
+    def _log_tail(self) -> str:
+        if self._log_path is None or not self._log_path.is_file():
+            return "It wrote no log."
+        lines = self._log_path.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
+        return f"The end of {self._log_path}:\n" + "\n".join(lines)
+
+
+class _DieWithParent:
+    """Run in the child before exec: have the kernel end it with its parent."""
+
+    def __init__(self, parent: int) -> None:
+        self._parent = parent
+
+    def __call__(self) -> None:
+        if _libc is None:
+            return
+        _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != self._parent:
+            # The parent ended before the call above took effect.
+            os._exit(1)
+
+
+def _signal_group(pid: int, number: signal.Signals) -> None:
+    # Nothing may be left of the group.
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, number)

@@ -1,0 +1,52 @@
+"""The command line of a real SGLang server."""
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from rlcore.errors import ConfigError
+
+Scalar = bool | int | float | str
+
+
+def sglang_argv(
+    model_path: str | Path,
+    port: int,
+    *,
+    tp: int = 1,
+    dtype: str = "auto",
+    mem_fraction: float | None = None,
+    context_length: int | None = None,
+    host: str = "127.0.0.1",
+    extra: Mapping[str, Scalar] | None = None,
+) -> list[str]:
+    """`python -m sglang.launch_server ...`.
+
+    `extra` holds further server arguments by name: `chunked_prefill_size = 4096` becomes
+    `--chunked-prefill-size 4096`, True a flag without value, False nothing. ConfigError for a name
+    that has a setting of its own.
+    """
+    arguments: dict[str, Scalar | None] = {
+        "model_path": str(model_path),
+        "host": host,
+        "port": port,
+        "tp_size": tp,
+        "dtype": dtype,
+        "mem_fraction_static": mem_fraction,
+        "context_length": context_length,
+    }
+    for name, value in (extra or {}).items():
+        key = name.replace("-", "_")
+        if key in arguments:
+            raise ConfigError(
+                f"The SGLang argument '{name}' cannot be given as an extra: it is set from the "
+                "run's own settings."
+            )
+        arguments[key] = value
+    argv = [sys.executable, "-m", "sglang.launch_server"]
+    for key, setting in arguments.items():
+        option = f"--{key.replace('_', '-')}"
+        if setting is None or setting is False:
+            continue
+        argv += [option] if setting is True else [option, str(setting)]
+    return argv
