@@ -1,0 +1,286 @@
+"""The Ray actor that holds one rank of the trainer: torch.distributed, the store, and fencing
+around a `Trainer`.
+
+Made through `ray.remote` by `trainer_group`. Calls come one at a time, the same on every rank.
+
+Invariants:
+- Every call carries the driver's lease epoch; one lower than the highest seen raises `Fenced`.
+- State goes straight into the store where that is a local disk, else through the scratch folder.
+- A restored state is believed when the digests of what was loaded are those of the manifest."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlcore.config.tree import AlgorithmConfig, Scalar, TrainConfig
+from rlcore.errors import Corrupt, Fenced, TrainError
+from rlcore.store.files import download_folder, file_ref, upload_file, upload_folder
+from rlcore.store.manifest import FileRef
+from rlcore.store.objects import Objects
+from rlcore.train.trainer import DType, StateDigest, TrainReport
+from rlcore.weights.sync import SyncReport, SyncSpec, WeightSync
+
+if TYPE_CHECKING:
+    from rlcore.train.batch import BatchFiles
+    from rlcore.train.fsdp.trainer import FsdpTrainer
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerSpec:
+    """What the ranks of a trainer are made of."""
+
+    train: TrainConfig
+    algorithm: AlgorithmConfig
+    temperature: float
+    """Of the rollout."""
+    seed: int
+    device: str
+    """`cpu` or `cuda`."""
+    model_folder: str
+    """Hugging Face folder of the starting model."""
+    storage_root: str
+    storage_options: dict[str, Scalar]
+    scratch: str
+    """Local folder for what is on its way to or from the store."""
+    trust_remote_code: bool = False
+    timeout_s: float = 3600.0
+    """Seconds after which a collective counts as hung."""
+
+
+@dataclass(frozen=True, slots=True)
+class SavedState:
+    """A trainer state in the store."""
+
+    key_prefix: str
+    files: tuple[FileRef, ...]
+    model_sha256: str
+    optimizer_sha256: str
+
+    @property
+    def digest(self) -> StateDigest:
+        """What the state is, whatever its files."""
+        return StateDigest(self.model_sha256, self.optimizer_sha256)
+
+
+class TrainerActor:
+    """One rank."""
+
+    def __init__(self, spec: TrainerSpec, rank: int, world: int) -> None:
+        import torch
+
+        if spec.device == "cpu":
+            # More threads than cores make a step fifty times slower, and their sums differ.
+            torch.set_num_threads(1)
+        self._spec = spec
+        self._rank = rank
+        self._world = world
+        self._epoch = 0
+        self._objects = Objects.open(spec.storage_root, spec.storage_options)
+        self._trainer: FsdpTrainer | None = None
+        self._sync = WeightSync(rank)
+        self._node_ranks: list[int] = []
+
+    # --- coming up --------------------------------------------------------------------------------
+
+    def rendezvous(self) -> tuple[str, int]:
+        """Address and a free port of this rank's machine."""
+        import ray
+
+        address = ray.util.get_node_ip_address()
+        with socket.socket() as probe:
+            probe.bind((address, 0))
+            return address, probe.getsockname()[1]
+
+    def init_process_group(self, epoch: int, address: str, port: int) -> None:
+        """Join the other ranks; rank 0 listens at the address."""
+        import torch
+        import torch.distributed as dist
+
+        self._check(epoch)
+        os.environ |= {
+            "MASTER_ADDR": address,
+            "MASTER_PORT": str(port),
+            "RANK": str(self._rank),
+            "WORLD_SIZE": str(self._world),
+        }
+        cuda = self._spec.device == "cuda"
+        if cuda:
+            torch.cuda.set_device(0)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if cuda else "gloo",
+            timeout=timedelta(seconds=self._spec.timeout_s),
+        )
+        names: list[str] = [""] * self._world
+        dist.all_gather_object(names, socket.gethostname())
+        self._node_ranks = [r for r, name in enumerate(names) if name == names[self._rank]]
+
+    def load(self, epoch: int, state_id: str) -> None:
+        """Build the trainer from the starting model, with a fresh optimizer."""
+        self._check(epoch)
+        self._build().load(Path(self._spec.model_folder), state_id)
+
+    def restore(self, epoch: int, saved: SavedState, state_id: str) -> None:
+        """Take over a saved state, of whatever number of ranks.
+
+        Raises:
+            Corrupt: the files are not there, or not that state.
+        """
+        import torch.distributed as dist
+
+        self._check(epoch)
+        trainer = self._build()
+        if trainer.loaded is None and not trainer.dirty:
+            trainer.load(Path(self._spec.model_folder), state_id)
+        folder = self._objects.local_path(saved.key_prefix)
+        fetched = (
+            None if folder else Path(self._spec.scratch) / f"restore-{saved.model_sha256[:16]}"
+        )
+        if fetched is not None:
+            # The ranks of one machine share its scratch folder and the work of filling it.
+            own = self._node_ranks.index(self._rank)
+            files = list(saved.files)[own :: len(self._node_ranks)]
+            download_folder(self._objects, files, saved.key_prefix, fetched)
+            dist.barrier()
+        got = trainer.load_state(folder or fetched, state_id)  # type: ignore[arg-type]
+        if fetched is not None:
+            dist.barrier()
+            shutil.rmtree(fetched, ignore_errors=True)
+        if got != saved.digest:
+            trainer.loaded, trainer.dirty = None, True
+            raise Corrupt(
+                f"{self._objects.url(saved.key_prefix)} holds model {got.model_sha256[:12]} and "
+                f"optimizer {got.optimizer_sha256[:12]}, its manifest says "
+                f"{saved.model_sha256[:12]} and {saved.optimizer_sha256[:12]}"
+            )
+
+    def state(self) -> tuple[str | None, bool]:
+        """The state that is held, and whether a batch was begun on it and not finished."""
+        if self._trainer is None:
+            return None, False
+        return self._trainer.loaded, self._trainer.dirty
+
+    # --- work -------------------------------------------------------------------------------------
+
+    def train(self, epoch: int, prev: str, new: str, files: BatchFiles) -> TrainReport:
+        """Train the committed batch: from state `prev` to state `new`."""
+        from rlcore.train.batch import load_batch
+
+        self._check(epoch)
+        trainer = self._held()
+        batch = load_batch(
+            self._objects,
+            files,
+            train=self._spec.train,
+            algorithm=self._spec.algorithm,
+            rank=self._rank,
+            world=self._world,
+        )
+        return trainer.train(prev, new, batch)
+
+    def log_probs(self, epoch: int, sequences: list[list[int]]) -> list[list[float]]:
+        """Log-probs of tokens[1:] of each sequence, at temperature 1."""
+        self._check(epoch)
+        return self._held().log_probs(sequences)
+
+    def save_state(self, epoch: int, key_prefix: str) -> SavedState:
+        """Store this rank's share of the state; the files named are its own."""
+        from rlcore.train.fsdp.state import rank_files
+
+        self._check(epoch)
+        trainer = self._held()
+        in_place = self._objects.local_path(key_prefix)
+        folder = in_place or Path(self._spec.scratch) / f"save-{key_prefix.rsplit('/', 1)[-1]}"
+        digest = trainer.save_state(folder)
+        refs = []
+        for path in rank_files(folder, self._rank):
+            key = f"{key_prefix}/{path.name}"
+            if in_place is not None:
+                _to_disk(path)
+                refs.append(file_ref(path, key))
+            else:
+                refs.append(upload_file(self._objects, path, key))
+                path.unlink()
+        return SavedState(key_prefix, tuple(refs), digest.model_sha256, digest.optimizer_sha256)
+
+    def export_hf(self, epoch: int, key_prefix: str, dtype: DType) -> list[FileRef]:
+        """Store a Hugging Face folder; rank 0 names its files."""
+        self._check(epoch)
+        trainer = self._held()
+        in_place = self._objects.local_path(key_prefix)
+        folder = in_place or Path(self._spec.scratch) / f"export-{key_prefix.rsplit('/', 1)[-1]}"
+        trainer.export_hf(folder, dtype)
+        if self._rank != 0:
+            return []
+        for path in folder.iterdir():
+            _to_disk(path)
+        refs = upload_folder(self._objects, folder, key_prefix)
+        if in_place is None:
+            shutil.rmtree(folder)
+        return refs
+
+    def sync(self, epoch: int, spec: SyncSpec) -> SyncReport | None:
+        """Push the weights to the engines; rank 0 reports."""
+        self._check(epoch)
+        trainer = self._held()
+        if trainer.dirty:
+            raise TrainError(
+                "the trainer stopped in the middle of a batch: its weights are no policy"
+            )
+        return self._sync.run(trainer, spec)
+
+    def memory(self) -> dict[str, float]:
+        """Bytes held, by kind."""
+        return {} if self._trainer is None else self._trainer.memory()
+
+    def ping(self) -> int:
+        """The process id."""
+        return os.getpid()
+
+    def shutdown(self) -> None:
+        """Leave the process group and drop connections."""
+        import torch.distributed as dist
+
+        self._sync.close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    # --- helpers ----------------------------------------------------------------------------------
+
+    def _check(self, epoch: int) -> None:
+        if epoch < self._epoch:
+            raise Fenced(
+                f"trainer rank {self._rank} has served a driver of epoch {self._epoch}; the call "
+                f"is of epoch {epoch}, whose driver has lost the run"
+            )
+        self._epoch = epoch
+
+    def _build(self) -> FsdpTrainer:
+        from rlcore.train.fsdp.trainer import FsdpTrainer
+
+        if self._trainer is None:
+            self._trainer = FsdpTrainer(
+                self._spec.train,
+                self._spec.algorithm,
+                temperature=self._spec.temperature,
+                seed=self._spec.seed,
+                device=self._spec.device,
+                trust_remote_code=self._spec.trust_remote_code,
+            )
+        return self._trainer
+
+    def _held(self) -> FsdpTrainer:
+        if self._trainer is None:
+            raise TrainError(f"trainer rank {self._rank} holds no model; load or restore one first")
+        return self._trainer
+
+
+def _to_disk(path: Path) -> None:
+    """Make a file survive a loss of power: what a manifest names must be durable."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())

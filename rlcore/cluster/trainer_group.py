@@ -1,0 +1,191 @@
+"""All ranks of the trainer, seen from the driver: each method is one call on every rank.
+
+Importing this module imports neither torch nor Ray.
+
+Invariants:
+- The first error of any rank is the one that is raised, naming the rank if it died.
+- When one rank fails, the others may wait for it in a collective for ever: those that have not come
+  back after `GRACE_S` seconds are ended with it, and the group is `broken`; start a new one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+from rlcore.cluster.ray_session import call
+from rlcore.cluster.trainer_actor import SavedState, TrainerActor, TrainerSpec
+from rlcore.errors import ClusterError
+from rlcore.train.trainer import DType, TrainReport
+
+if TYPE_CHECKING:
+    from rlcore.store.manifest import FileRef
+    from rlcore.train.batch import BatchFiles
+    from rlcore.weights.sync import SyncReport, SyncSpec
+
+GRACE_S = 15.0
+
+
+class TrainerGroup:
+    """The ranks' actors; made by `start`."""
+
+    def __init__(self, actors: list[Any], epoch: int, deadline_s: float) -> None:
+        self._actors = actors
+        self._epoch = epoch
+        self._deadline_s = deadline_s
+        self.broken = False
+
+    @classmethod
+    async def start(
+        cls,
+        spec: TrainerSpec,
+        *,
+        world_size: int,
+        epoch: int,
+        name: str,
+        namespace: str,
+        num_gpus: float = 0.0,
+        deadline_s: float = 3600.0,
+        **options: Any,
+    ) -> TrainerGroup:
+        """Create the actors and let them find each other. No model is loaded yet.
+
+        Args:
+            spec: what each rank is made of.
+            world_size: ranks.
+            epoch: the driver's lease epoch, sent with every call.
+            name, namespace: rank r is the named actor `{name}-{r}`.
+            num_gpus: of each rank.
+            deadline_s: seconds that any call may take.
+            options: more of Ray's actor options, such as a placement group's strategy.
+
+        Raises:
+            ClusterError: a rank did not come up.
+        """
+        import ray
+
+        remote = ray.remote(TrainerActor)
+        actors: list[Any] = [
+            remote.options(
+                name=f"{name}-{rank}",
+                namespace=namespace,
+                num_cpus=0,
+                num_gpus=num_gpus,
+                max_restarts=0,
+                max_task_retries=0,
+                **options,
+            ).remote(spec, rank, world_size)
+            for rank in range(world_size)
+        ]
+        group = cls(actors, epoch, deadline_s)
+        try:
+            address, port = await call(
+                actors[0].rendezvous.remote(), deadline_s=deadline_s, what="trainer rank 0"
+            )
+            await group._all("init_process_group", epoch, address, port)
+        except BaseException:
+            group.kill()
+            raise
+        return group
+
+    # --- state ------------------------------------------------------------------------------------
+
+    async def load(self, state_id: str) -> None:
+        """Load the starting model."""
+        await self._all("load", self._epoch, state_id)
+
+    async def restore(self, saved: SavedState, state_id: str) -> None:
+        """Load a saved state."""
+        await self._all("restore", self._epoch, saved, state_id)
+
+    async def holds(self, state_id: str) -> bool:
+        """Whether every rank holds that state, untouched since."""
+        return all(state == (state_id, False) for state in await self._all("state"))
+
+    async def save_state(self, key_prefix: str) -> SavedState:
+        """Store the state that is held below a folder of the store."""
+        parts: list[SavedState] = await self._all("save_state", self._epoch, key_prefix)
+        files = tuple(ref for part in parts for ref in part.files)
+        return SavedState(key_prefix, files, parts[0].model_sha256, parts[0].optimizer_sha256)
+
+    # --- work -------------------------------------------------------------------------------------
+
+    async def train(self, prev: str, new: str, files: BatchFiles) -> TrainReport:
+        """Train a committed batch: from state `prev`, which must be held, to state `new`."""
+        reports: list[TrainReport] = await self._all("train", self._epoch, prev, new, files)
+        return reports[0]
+
+    async def log_probs(self, sequences: list[list[int]]) -> list[list[float]]:
+        """Log-probs of tokens[1:] of each sequence, at temperature 1."""
+        answers: list[list[list[float]]] = await self._all("log_probs", self._epoch, sequences)
+        return answers[0]
+
+    async def export_hf(self, key_prefix: str, dtype: DType) -> list[FileRef]:
+        """Store the weights as a Hugging Face folder."""
+        parts: list[list[FileRef]] = await self._all("export_hf", self._epoch, key_prefix, dtype)
+        return parts[0]
+
+    async def sync(self, spec: SyncSpec) -> SyncReport:
+        """Push the weights to the engines, and prove that they arrived."""
+        reports: list[SyncReport] = await self._all("sync", self._epoch, spec)
+        return reports[0]
+
+    async def memory(self) -> list[dict[str, float]]:
+        """Bytes held by each rank, by kind."""
+        return await self._all("memory")
+
+    async def ping(self) -> list[int]:
+        """Process id of each rank."""
+        return await self._all("ping")
+
+    # --- end --------------------------------------------------------------------------------------
+
+    async def stop(self) -> None:
+        """End all ranks in good order."""
+        if not self.broken:
+            with contextlib.suppress(ClusterError):
+                await self._all("shutdown")
+        self.kill()
+
+    def kill(self) -> None:
+        """End all ranks at once."""
+        import ray
+
+        self.broken = True
+        for actor in self._actors:
+            ray.kill(actor)
+
+    async def _all(self, method: str, *args: Any) -> list[Any]:
+        """Call every rank; the answers in order of rank.
+
+        Raises:
+            SluiceError: the first that a rank raised.
+            ClusterError: a rank died or did not answer in time, or the group is broken.
+        """
+        if self.broken:
+            raise ClusterError("the trainer's ranks were ended after a failure; start them again")
+        calls = [
+            asyncio.ensure_future(
+                call(
+                    getattr(actor, method).remote(*args),
+                    deadline_s=self._deadline_s,
+                    what=f"trainer rank {rank} ({method})",
+                )
+            )
+            for rank, actor in enumerate(self._actors)
+        ]
+        done, waiting = await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
+        failed = [c for c in calls if c in done and c.exception() is not None]
+        if not failed:
+            return [c.result() for c in calls]
+        if waiting:
+            _, waiting = await asyncio.wait(waiting, timeout=GRACE_S)
+        late = [c for c in calls if c.done() and c.exception() is not None]
+        if waiting or any(isinstance(c.exception(), ClusterError) for c in late):
+            for c in waiting:
+                c.cancel()
+            self.kill()
+        error = failed[0].exception()
+        assert error is not None
+        raise error

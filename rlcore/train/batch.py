@@ -1,0 +1,213 @@
+"""From the committed rows of rollout, reward and filter to one rank's share of a training batch.
+
+Every rank reads the narrow columns of the whole batch, computes the same advantages and the same
+plan, and makes sequences of its own rows alone.
+
+Who is trained: samples that the filter kept, that have a reward, that did not fail, that no plugin
+marked `remove_sample`, and that have a token to train on. Removed samples still count in their
+group's statistics; failed ones do not. What is left, in rollout order, is cut into
+`num_steps_per_rollout` parts whose sizes differ by at most one, and each step is normalised by what
+is in it: with a full batch a step holds exactly `global_batch_size` samples, with a filtered one
+proportionally fewer.
+
+Invariants:
+- All ranks agree on steps, micro-batch counts, totals and metrics; every trained sample is on one
+  rank.
+- Every sample that is left out is counted in the batch's metrics, under the first reason that
+applies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from rlcore.algorithms.advantages import AdvantageInputs, AdvantageOutputs, grpo_advantages
+from rlcore.algorithms.aggregate import Totals
+from rlcore.algorithms.packing import TrainSequence
+from rlcore.algorithms.plan import plan
+from rlcore.config.tree import AlgorithmConfig, TrainConfig
+from rlcore.errors import DataError
+from rlcore.sample import Status
+from rlcore.store.batch import read_parts
+from rlcore.store.manifest import FileRef
+from rlcore.store.objects import Objects
+from rlcore.train.trainer import TrainBatch, TrainStep
+
+SAMPLE_COLUMNS = (
+    "group_index",
+    "status",
+    "remove_sample",
+    "response_length",
+    "tokens",
+    "loss_mask",
+    "rollout_log_probs",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchFiles:
+    """The committed parts that iteration `iteration` trains on."""
+
+    iteration: int
+    rollout: tuple[FileRef, ...]
+    reward: tuple[FileRef, ...]
+    selection: tuple[FileRef, ...]
+
+
+def load_batch(
+    objects: Objects,
+    files: BatchFiles,
+    *,
+    train: TrainConfig,
+    algorithm: AlgorithmConfig,
+    rank: int,
+    world: int,
+) -> TrainBatch:
+    """Reads a batch and takes the share of one rank.
+
+    Raises:
+        Corrupt: a part is not what was committed.
+        DataError: the parts do not belong together, or fewer samples are left than optimizer steps.
+    """
+    samples = _Samples(read_parts(objects, files.rollout, SAMPLE_COLUMNS))
+    scores = read_parts(objects, files.reward, ("row", "status"))
+    selection = read_parts(objects, files.selection, ("row", "reward", "keep"))
+    for name, table in (("reward", scores), ("filter", selection)):
+        if table.column("row").to_pylist() != list(range(samples.count)):
+            raise DataError(
+                f"iteration {files.iteration}: the {name} part has {table.num_rows} rows that are "
+                f"not, in order, those of the {samples.count} samples of the rollout; run the "
+                f"{name} stage again"
+            )
+    failed = np.asarray(
+        [
+            Status.FAILED in pair
+            for pair in zip(samples.status, scores["status"].to_pylist(), strict=True)
+        ]
+    )
+    rewards = [
+        None if f else r for f, r in zip(failed, selection["reward"].to_pylist(), strict=True)
+    ]
+    advantages = grpo_advantages(
+        AdvantageInputs(rewards, samples.groups, algorithm.grpo_std_normalization)
+    )
+    keep = np.asarray(selection["keep"].to_pylist(), dtype=bool)
+    rows, metrics = _trained_rows(samples, keep, advantages)
+    return _share(
+        samples, rows, advantages.advantages, metrics, files.iteration, train, rank, world
+    )
+
+
+def _trained_rows(
+    samples: _Samples, keep: npt.NDArray[np.bool_], advantages: AdvantageOutputs
+) -> tuple[list[int], dict[str, float]]:
+    """Rows to train in rollout order, and how many are not, by reason."""
+    left = np.ones(samples.count, dtype=bool)
+    metrics = {}
+    for name, good in (
+        ("samples_not_kept", keep),
+        ("samples_failed", np.asarray(advantages.trainable, dtype=bool)),
+        ("samples_removed", ~samples.removed),
+        ("samples_without_tokens", samples.trainable_tokens > 0),
+    ):
+        metrics[name] = float((left & ~good).sum())
+        left &= good
+    metrics["groups"] = float(advantages.num_groups)
+    metrics["groups_of_equal_reward"] = float(advantages.num_equal_groups)
+    return np.flatnonzero(left).tolist(), metrics
+
+
+def _share(
+    samples: _Samples,
+    rows: list[int],
+    advantages: Sequence[float],
+    metrics: dict[str, float],
+    iteration: int,
+    train: TrainConfig,
+    rank: int,
+    world: int,
+) -> TrainBatch:
+    """One rank's part of the plan over the trained rows."""
+    lengths = samples.lengths[rows].tolist()
+    whole = plan(
+        lengths,
+        max_tokens=train.max_tokens_per_gpu,
+        dp_size=world,
+        num_steps=train.num_steps_per_rollout,
+    )
+    with_log_probs = bool(samples.rollout_log_probs.present[rows].all())
+    steps = tuple(
+        TrainStep(
+            micro_batches=tuple(
+                tuple(
+                    samples.sequence(rows[i], advantages[rows[i]], with_log_probs)
+                    for i in micro.samples
+                )
+                for micro in step.ranks[rank]
+            ),
+            totals=Totals.of(samples.trainable_tokens[[rows[i] for i in step.samples]].tolist()),
+        )
+        for step in whole.steps
+    )
+    metrics["micro_batches"] = float(sum(step.num_micro_batches for step in whole.steps))
+    return TrainBatch(
+        iteration=iteration,
+        steps=steps,
+        samples=len(rows),
+        tokens=sum(lengths),
+        rollout_log_probs=with_log_probs,
+        metrics=metrics,
+    )
+
+
+class _Lists:
+    """A list column as flat values: no Python object a token."""
+
+    def __init__(self, column: pa.ChunkedArray) -> None:
+        array = column.combine_chunks()
+        if isinstance(array, pa.ChunkedArray):
+            array = pa.concat_arrays(array.chunks)
+        self.present = np.asarray(array.is_valid())
+        self.offsets = array.offsets.to_numpy()
+        self.values = array.values.to_numpy()
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int64]:
+        """Entries of each row."""
+        return np.diff(self.offsets).astype(np.int64)
+
+    def row(self, i: int) -> npt.NDArray[np.generic] | None:
+        """One row's values, a view."""
+        return self.values[self.offsets[i] : self.offsets[i + 1]] if self.present[i] else None
+
+
+class _Samples:
+    """What training needs of a rollout batch, by row."""
+
+    def __init__(self, table: pa.Table) -> None:
+        self.count = table.num_rows
+        self.groups = table["group_index"].to_pylist()
+        self.status = table["status"].to_pylist()
+        self.removed = np.asarray(table["remove_sample"].to_pylist(), dtype=bool)
+        self.response_lengths = table["response_length"].to_numpy().astype(np.int64)
+        self.tokens = _Lists(table["tokens"])
+        self.masks = _Lists(table["loss_mask"])
+        self.rollout_log_probs = _Lists(table["rollout_log_probs"])
+        self.lengths = self.tokens.lengths
+        ones = np.concatenate([[0], np.cumsum(self.masks.values != 0)])
+        masked = ones[self.masks.offsets[1:]] - ones[self.masks.offsets[:-1]]
+        self.trainable_tokens = np.where(self.masks.present, masked, self.response_lengths)
+
+    def sequence(self, row: int, advantage: float, with_log_probs: bool) -> TrainSequence:
+        """A row as the trainer takes it."""
+        return TrainSequence(
+            tokens=self.tokens.row(row),  # type: ignore[arg-type]
+            response_length=int(self.response_lengths[row]),
+            loss_mask=self.masks.row(row),  # type: ignore[arg-type]
+            advantages=advantage,
+            rollout_log_probs=self.rollout_log_probs.row(row) if with_log_probs else None,  # type: ignore[arg-type]
+        )

@@ -1,0 +1,286 @@
+"""One rollout batch through the optimizer: log-probs, then forward, backward and step, step by
+step.
+
+The loss of a step is a sum over all its tokens with weights that add up to 1
+(`algorithms.aggregate`), so micro-batches and ranks just add up. FSDP averages gradients over
+ranks; multiplying the loss by their number makes that a sum again.
+
+Where the old log-probs come from: the engine (`algorithm.use_rollout_logprobs`); or, with one step
+a batch, the training forward itself, whose policy is the one that sampled (the ratio is 1 and only
+its gradient matters); else a forward pass over the whole batch before the first step.
+
+Invariants:
+- Nothing is applied of a step whose loss or gradient norm is not finite, and nothing of a batch
+  whose log-probs are further from the engine's than `algorithm.max_logprob_gap`.
+- All ranks enter the same collectives in the same order: a rank without samples passes a masked
+token."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlcore.algorithms.losses import (
+    LossInputs,
+    Metrics,
+    PolicyLossSettings,
+    log_prob_gap,
+    merge_metrics,
+    policy_loss,
+)
+from rlcore.algorithms.packing import LogProbs, PackedBatch, pack
+from rlcore.config.tree import AlgorithmConfig
+from rlcore.errors import TrainError
+from rlcore.train.fsdp.model import Policy
+from rlcore.train.fsdp.optimizer import ShardedAdamW, clip_scale
+from rlcore.train.trainer import TrainBatch, TrainStep
+
+GAP_PREFIX = "train_rollout_"
+GAP = "train_rollout_logprob_abs_diff"
+Scalars = dict[str, float]
+
+
+@dataclass(frozen=True)
+class LoopSettings:
+    """What the loop needs of the configuration."""
+
+    algorithm: AlgorithmConfig
+    temperature: float
+    """Of the rollout: the logits are divided by it."""
+    clip_grad: float
+    lr: Callable[[int], float]
+    """Learning rate of an optimizer step, counted from the start of the run."""
+    device: torch.device
+
+    @property
+    def loss(self) -> PolicyLossSettings:
+        """The settings of the loss."""
+        a = self.algorithm
+        coef = a.kl_loss_coef if a.use_kl_loss else 0.0
+        return PolicyLossSettings(a.clip_low, a.clip_high, coef, a.kl_loss_type)
+
+
+@dataclass
+class MicroBatch:
+    """A packed micro-batch on the device, with what was computed of it before the first step."""
+
+    packed: PackedBatch
+    rows: Tensor
+    """int64 [M]: the trained positions, one masked position where there is none."""
+    old: Tensor | None = None
+    """[M] log-probs before the first step."""
+    ref: Tensor | None = None
+    """[M] log-probs of the reference policy."""
+
+    def pick(self, name: str) -> Tensor:
+        """A per-token tensor at the trained positions."""
+        value: Tensor = getattr(self.packed, name)
+        return value.index_select(0, self.rows)
+
+
+@dataclass
+class Clock:
+    """Seconds by phase, the device's work included."""
+
+    device: torch.device
+    seconds: Scalars = field(default_factory=dict)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count the block's time to a phase."""
+        start = time.perf_counter()
+        yield
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+
+class BatchLoop:
+    """Trains one batch; `run` is called once. `stepped` says whether the weights have changed."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        reference: Policy | None,
+        optimizer: ShardedAdamW,
+        settings: LoopSettings,
+        batch: TrainBatch,
+    ) -> None:
+        self._policy = policy
+        self._reference = reference
+        self._optimizer = optimizer
+        self._settings = settings
+        self._batch = batch
+        self._clock = Clock(settings.device)
+        self.stepped = False
+        self._old_from_rollout = settings.algorithm.use_rollout_logprobs
+        self._old_ahead = len(batch.steps) > 1 and not self._old_from_rollout
+        self._check_rollout_log_probs()
+
+    def run(self) -> Scalars:
+        """All optimizer steps.
+
+        Returns:
+            Metrics: means over the steps (maxima for those that are), seconds by phase and
+            tokens/s.
+
+        Raises:
+            TrainError: a number is not finite, or the log-prob gap is too large."""
+        start = time.perf_counter()
+        self._optimizer.drop_gradients()
+        steps = [self._prepare(step) for step in self._batch.steps]
+        with self._clock.phase("seconds_log_probs"):
+            gap = self._score_ahead(steps)
+        reports = []
+        for number, step in enumerate(steps):
+            with self._clock.phase("seconds_forward_backward"):
+                metrics = self._forward_backward(number, step)
+            with self._clock.phase("seconds_optimizer"):
+                norm = self._optimizer.collect_gradients()
+                self._check_finite(number, metrics["loss"], norm)
+                if number == 0:
+                    gap = gap or {k: v for k, v in metrics.items() if k.startswith(GAP_PREFIX)}
+                    self._check_gap(gap.get(GAP))
+                self.stepped = True
+                lr = self._settings.lr(self._optimizer.steps)
+                self._optimizer.step(lr, clip_scale(norm, self._settings.clip_grad))
+            reports.append(metrics | {"grad_norm": norm, "lr": lr})
+        seconds = time.perf_counter() - start
+        rate = {"seconds_train": seconds, "tokens_per_s": self._batch.tokens / max(seconds, 1e-9)}
+        return _over_steps(reports) | gap | self._clock.seconds | rate
+
+    # --- before the first step --------------------------------------------------------------------
+
+    def _prepare(self, step: TrainStep) -> list[MicroBatch]:
+        """The step's micro-batches on the device."""
+        how = self._settings.algorithm.loss_aggregation
+        given: tuple[LogProbs, ...] = (
+            ("rollout_log_probs",) if self._batch.rollout_log_probs else ()
+        )
+        micros = []
+        for sequences in step.micro_batches:
+            packed = pack(sequences, step.totals, how, log_probs=given)
+            rows = packed.loss_mask.nonzero()[:, 0]
+            if not len(rows):
+                rows = torch.zeros(1, dtype=torch.int64)
+            device = self._settings.device
+            micros.append(MicroBatch(packed.to(device), rows.to(device)))
+        return micros
+
+    @torch.no_grad()
+    def _score_ahead(self, steps: Sequence[Sequence[MicroBatch]]) -> Scalars:
+        """Log-probs that must be known before the weights change; the gap, where that shows it."""
+        temperature, gaps = self._settings.temperature, []
+        for step in steps:
+            parts = []
+            for micro in step:
+                if self._old_ahead:
+                    micro.old = self._policy.score(micro.packed, micro.rows, temperature)[0]
+                if self._old_ahead and self._batch.rollout_log_probs and micro.old is not None:
+                    parts.append(self._gap(micro, micro.old))
+                if self._old_from_rollout:
+                    micro.old = micro.pick("rollout_log_probs")
+                if self._reference is not None:
+                    micro.ref = self._reference.score(micro.packed, micro.rows, temperature)[0]
+            if parts:
+                gaps.append(_over_ranks(merge_metrics(parts)))
+        return _over_steps(gaps)
+
+    def _gap(self, micro: MicroBatch, log_probs: Tensor) -> Metrics:
+        """Distance of the trainer's log-probs to the engine's."""
+        mask, weights = micro.pick("loss_mask"), micro.pick("loss_weights")
+        return log_prob_gap(log_probs, micro.pick("rollout_log_probs"), mask, weights)
+
+    # --- a step -----------------------------------------------------------------------------------
+
+    def _forward_backward(self, number: int, step: Sequence[MicroBatch]) -> Scalars:
+        """Gradients of the step on the parameters; its metrics over all ranks."""
+        world = dist.get_world_size()
+        parts = []
+        for micro in step:
+            log_probs, entropy = self._policy.score(
+                micro.packed, micro.rows, self._settings.temperature
+            )
+            inputs = LossInputs(
+                log_probs=log_probs,
+                advantages=micro.pick("advantages"),
+                mask=micro.pick("loss_mask"),
+                weights=micro.pick("loss_weights"),
+                old_log_probs=micro.old,
+                ref_log_probs=micro.ref,
+                entropy=entropy,
+            )
+            out = policy_loss(inputs, self._settings.loss)
+            (out.loss * world).backward()
+            parts.append(out.metrics)
+            # The policy of later steps has moved: only that of the first is the engine's.
+            if number == 0 and not self._old_ahead and self._batch.rollout_log_probs:
+                parts.append(self._gap(micro, log_probs))
+        return _over_ranks(merge_metrics(parts))
+
+    # --- checks -----------------------------------------------------------------------------------
+
+    def _check_rollout_log_probs(self) -> None:
+        if self._batch.rollout_log_probs:
+            return
+        algorithm = self._settings.algorithm
+        for name, wanted in (
+            ("use_rollout_logprobs", algorithm.use_rollout_logprobs),
+            ("max_logprob_gap", algorithm.max_logprob_gap is not None),
+        ):
+            if wanted:
+                raise TrainError(
+                    f"iteration {self._batch.iteration}: algorithm.{name} needs the engine's "
+                    "log-probs, which some samples of the batch lack; have the generate function "
+                    "keep them, or leave the setting out"
+                )
+
+    def _check_finite(self, number: int, loss: float, norm: float) -> None:
+        for name, value in (("loss", loss), ("gradient norm", norm)):
+            if not math.isfinite(value):
+                self._optimizer.drop_gradients()
+                raise TrainError(
+                    f"iteration {self._batch.iteration}, optimizer step {number + 1} of "
+                    f"{len(self._batch.steps)}: the {name} is {value}; the step was not applied. "
+                    "Look at the batch's log-probs and rewards, or lower train.lr"
+                )
+
+    def _check_gap(self, gap: float | None) -> None:
+        limit = self._settings.algorithm.max_logprob_gap
+        if limit is not None and gap is not None and not gap <= limit:
+            self._optimizer.drop_gradients()
+            raise TrainError(
+                f"iteration {self._batch.iteration}: trainer and engine differ by {gap:.4g} nat a "
+                f"token in their log-probs, more than algorithm.max_logprob_gap = {limit}; nothing "
+                "was trained. Check that the engine has the trainer's weights and precision, or "
+                "raise the limit"
+            )
+
+
+def _over_ranks(metrics: Metrics) -> Scalars:
+    """Metrics of the whole step as numbers, the same on every rank."""
+    out: Scalars = {}
+    for values, op in ((metrics.means, dist.ReduceOp.SUM), (metrics.maxima, dist.ReduceOp.MAX)):
+        names = sorted(values)
+        stacked = torch.stack([values[name].detach().double() for name in names])
+        dist.all_reduce(stacked, op=op)
+        out |= dict(zip(names, stacked.tolist(), strict=True))
+    if "entropy_loss" in out:
+        out["entropy"] = out.pop("entropy_loss")
+    return out
+
+
+def _over_steps(reports: Sequence[Scalars]) -> Scalars:
+    """Means over the steps that have the metric, maxima of those that are maxima."""
+    out: Scalars = {}
+    for name in dict.fromkeys(name for report in reports for name in report):
+        values = [report[name] for report in reports if name in report]
+        out[name] = max(values) if name.endswith("_max") else sum(values) / len(values)
+    return out

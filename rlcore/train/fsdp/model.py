@@ -1,0 +1,186 @@
+"""The policy: a transformers causal language model that answers log-probs, wrapped by FSDP2.
+
+FSDP shards the weights between uses and gathers them around each module's `forward`. So the output
+layer must be applied inside a `forward`: `Policy` goes from token ids to log-probs in its own,
+where the weight of the output layer (often that of the embedding) is whole, and the logits of all
+tokens never exist at once.
+
+Invariants:
+- Parameters are float32 DTensors, sharded over dimension 0; `precision = "bfloat16"` computes in
+  bfloat16 and reduces gradients in float32.
+- Weights are sharded again after every forward: no pass ever sees weights from before an optimizer
+  step.
+- Nothing is random: dropout is off, since the policy that is trained must be the one that sampled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from rlcore.algorithms.logprobs import chunked_log_probs
+from rlcore.algorithms.packing import PackedBatch
+from rlcore.errors import ConfigError
+from rlcore.train.fsdp.attention import ATTENTION, SequenceLayout, register
+from rlcore.train.trainer import DType
+
+PROBE_TOLERANCE = 1e-3
+"""Largest difference to the model's own logits, in float32, that counts as rounding."""
+
+
+class Policy(nn.Module):
+    """A causal language model from token ids to log-probs."""
+
+    def __init__(self, lm: Any) -> None:
+        super().__init__()
+        self.lm = lm
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        layout: SequenceLayout,
+        rows: Tensor,
+        targets: Tensor,
+        temperature: float,
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropies of the next token at some positions of a packed micro-batch.
+
+        Args:
+            input_ids, position_ids: [T], sequences end to end.
+            rows: int64 [M], the positions to answer.
+            targets: int64 [M], the next token of each.
+
+        Returns:
+            Log-probs [M] and entropies [M], float32.
+        """
+        decoded = self.lm.base_model(
+            input_ids=input_ids[None],
+            position_ids=position_ids[None],
+            use_cache=False,
+            layout=layout,
+        )
+        hidden = decoded.last_hidden_state[0].index_select(0, rows)
+        weight = self.lm.get_output_embeddings().weight
+        return chunked_log_probs(hidden, weight, targets, temperature)
+
+    def score(self, batch: PackedBatch, rows: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        """`forward` of a packed micro-batch that is on the model's device; `rows` likewise."""
+        layout = SequenceLayout.of(batch.lengths, batch.input_ids.device)
+        targets = batch.targets.index_select(0, rows)
+        return cast(
+            tuple[Tensor, Tensor],
+            self(batch.input_ids, batch.position_ids, layout, rows, targets, temperature),
+        )
+
+    def weights(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters by their Hugging Face names; one that is tied comes once."""
+        yield from self.lm.named_parameters()
+
+
+def load_policy(
+    folder: Path, *, trust_remote_code: bool = False, checkpointing: bool = False
+) -> Policy:
+    """Read a Hugging Face folder into float32 parameters on the CPU.
+
+    Raises:
+        ConfigError: the folder is no causal language model, or one that this trainer would compute
+    wrongly."""
+    from transformers import AutoModelForCausalLM
+
+    register()
+    if not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"model.path: {folder} has no config.json; give a Hugging Face model folder"
+        )
+    try:
+        lm = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=torch.float32,
+            attn_implementation=ATTENTION,
+            local_files_only=True,
+            trust_remote_code=trust_remote_code,
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(
+            f"model.path: {folder} does not load as a causal language model: {error}"
+        ) from error
+    for module in lm.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    lm.config.use_cache = False
+    policy = Policy(lm)
+    _probe(policy, folder)
+    if checkpointing:
+        lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        # transformers recomputes only in training mode, which changes nothing else without dropout.
+        policy.train()
+    return policy
+
+
+def shard(policy: Policy, mesh: DeviceMesh, precision: DType) -> None:
+    """Apply FSDP2 to each decoder layer and the rest; moves the parameters to the mesh's device."""
+    dtype = torch.bfloat16 if precision == "bfloat16" else None
+    mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None)
+    for layer in policy.lm.base_model.layers:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=True, mp_policy=mixed)
+    fully_shard(policy, mesh=mesh, reshard_after_forward=True, mp_policy=mixed)
+    # Buffers (rotary frequencies) are not FSDP's to move.
+    device = current_device(mesh.device_type)
+    for module in policy.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
+
+
+def current_device(kind: str) -> torch.device:
+    """`cpu`, or this process's GPU."""
+    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+
+
+@torch.no_grad()
+def _probe(policy: Policy, folder: Path) -> None:
+    """Compare with the model's own logits: two packed sequences against each alone.
+
+    Catches whatever the short way round the model's own `forward` would lose: a scaled or capped
+    output, a bias, attention that ignores the layout.
+    """
+    lm = policy.lm
+    model_type = getattr(lm.config, "model_type", "?")
+    if not hasattr(lm.base_model, "layers") or lm.get_output_embeddings() is None:
+        raise ConfigError(
+            f"model.path: {folder} is of type {model_type!r}, which the fsdp trainer does not know"
+        )
+    vocab = lm.get_input_embeddings().weight.shape[0]
+    sequences = [torch.arange(n) * 7 % vocab for n in (5, 3)]
+    lm.set_attn_implementation("eager")
+    expected = [
+        lm(input_ids=ids[None], use_cache=False).logits[0].float().log_softmax(-1)
+        for ids in sequences
+    ]
+    lm.set_attn_implementation(ATTENTION)
+    targets = [expect.argmin(-1) for expect in expected]
+    positions = [torch.arange(len(ids)) for ids in sequences]
+    got, _ = policy(
+        torch.cat(sequences),
+        torch.cat(positions),
+        SequenceLayout.of((5, 3), torch.device("cpu")),
+        torch.arange(8),
+        torch.cat(targets),
+        1.0,
+    )
+    wanted = torch.cat(
+        [e.gather(-1, t[:, None])[:, 0] for e, t in zip(expected, targets, strict=True)]
+    )
+    gap = (got - wanted).abs().max().item()
+    if not gap <= PROBE_TOLERANCE:
+        raise ConfigError(
+            f"model.path: {folder} is of type {model_type!r}, whose log-probs the fsdp trainer "
+            f"would get wrong by {gap:.3g} (it knows decoders whose output layer is one matrix "
+            "product)"
+        )

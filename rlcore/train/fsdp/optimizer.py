@@ -1,0 +1,135 @@
+"""AdamW over the local shards of FSDP2 parameters, the learning rate's course, and the gradient
+norm.
+
+AdamW (arXiv 1711.05101, algorithm 2) works on each element alone, so it runs on plain local
+tensors, fused; torch does the arithmetic. The norm is that of the whole gradient over all ranks.
+
+Invariants:
+- Moments exist from the start, so that a fresh state saves and loads like any other.
+- A step is a function of parameters, gradients, moments and the step count: nothing else is
+remembered."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Literal, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from rlcore.config.tree import TrainConfig
+
+Schedule = Literal["constant", "linear", "cosine"]
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def learning_rate(step: int, total_steps: int, config: TrainConfig) -> float:
+    """Learning rate of optimizer step `step`, counted from 0.
+
+    Rises linearly over `lr_warmup_steps`, step k having (k + 1) / warm-up of the peak, so that no
+    step is wasted at 0; then stays, or goes to `lr_min`, reached at the last of `total_steps`,
+    along a straight line or half a cosine.
+    """
+    warmup = config.lr_warmup_steps
+    if step < warmup:
+        return config.lr * (step + 1) / warmup
+    if config.lr_schedule == "constant":
+        return config.lr
+    span = max(1, total_steps - 1 - warmup)
+    done = min(1.0, (step - warmup) / span)
+    left = 1.0 - done if config.lr_schedule == "linear" else (1.0 + math.cos(math.pi * done)) / 2
+    return config.lr_min + (config.lr - config.lr_min) * left
+
+
+class ShardedAdamW:
+    """One rank's share of AdamW."""
+
+    def __init__(self, parameters: Sequence[tuple[str, nn.Parameter]], config: TrainConfig) -> None:
+        """`parameters` are FSDP2's, by name; no weight decay for vectors (norms, biases)."""
+        self._parameters = {name: cast(DTensor, p) for name, p in parameters}
+        # Detached, the local tensor shares the parameter's storage and is a leaf.
+        self._local = {
+            name: cast(DTensor, p.detach()).to_local() for name, p in self._parameters.items()
+        }
+        decayed = [self._local[n] for n, p in self._parameters.items() if p.ndim > 1]
+        others = [self._local[n] for n, p in self._parameters.items() if p.ndim <= 1]
+        groups = [
+            {"params": decayed, "weight_decay": config.weight_decay},
+            {"params": others, "weight_decay": 0.0},
+        ]
+        self._adamw = torch.optim.AdamW(
+            [group for group in groups if group["params"]],
+            lr=config.lr,
+            betas=(config.adam_beta1, config.adam_beta2),
+            eps=config.adam_eps,
+            fused=True,
+        )
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all moments."""
+        for local in self._local.values():
+            moments = {name: torch.zeros_like(local) for name in MOMENTS}
+            self._adamw.state[local] = moments
+        self.set_steps(0)
+
+    def set_steps(self, steps: int) -> None:
+        """Say how many steps the moments stand for."""
+        self.steps = steps
+        for local in self._local.values():
+            self._adamw.state[local]["step"] = torch.tensor(float(steps), device=local.device)
+
+    def collect_gradients(self) -> float:
+        """Take over the parameters' gradients; returns the global norm of all of them, before
+        clipping."""
+        grads = []
+        for name, parameter in self._parameters.items():
+            grad = cast(DTensor, parameter.grad).to_local()
+            self._local[name].grad = grad
+            parameter.grad = None
+            grads.append(grad)
+        square = nn.utils.get_total_norm(grads).double().square()
+        dist.all_reduce(square)
+        return math.sqrt(square.item())
+
+    def step(self, lr: float, scale: float) -> None:
+        """Multiply the gradients by `scale` and apply them."""
+        if scale != 1.0:
+            torch._foreach_mul_([cast(Tensor, local.grad) for local in self._local.values()], scale)
+        for group in self._adamw.param_groups:
+            group["lr"] = lr
+        self._adamw.step()
+        self.steps += 1
+        self.drop_gradients()
+
+    def drop_gradients(self) -> None:
+        """Free the gradients, applied or not."""
+        for name, parameter in self._parameters.items():
+            self._local[name].grad = None
+            parameter.grad = None
+
+    def moments(self) -> Iterator[tuple[str, DTensor]]:
+        """Each moment as a DTensor laid out like its parameter and sharing the optimizer's storage,
+        by `moment.parameter`."""
+        for name, parameter in self._parameters.items():
+            for moment in MOMENTS:
+                local = self._adamw.state[self._local[name]][moment]
+                yield (
+                    f"{moment}.{name}",
+                    DTensor.from_local(
+                        local,
+                        parameter.device_mesh,
+                        parameter.placements,
+                        run_check=False,
+                        shape=parameter.shape,
+                        stride=parameter.stride(),
+                    ),
+                )
+
+
+def clip_scale(norm: float, limit: float) -> float:
+    """What gradients of this global norm are multiplied by so that it is at most `limit`."""
+    return min(1.0, limit / (norm + 1e-6))

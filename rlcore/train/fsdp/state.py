@@ -1,0 +1,117 @@
+"""The trainer's state as files (torch DCP), and its identity by content.
+
+A state is the parameters, AdamW's moments, the count of optimizer steps (which fixes the learning
+rate) and the random generator. Each rank writes the shards that it holds; any other number of ranks
+can read them.
+
+Invariants:
+- Digests hold names, shapes, types and bytes of whole tensors, and neither ranks nor file layout.
+- What is saved from what was loaded has the digests of what was loaded."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.tensor import DTensor
+
+from rlcore.errors import Corrupt
+from rlcore.train.fsdp.model import Policy
+from rlcore.train.fsdp.optimizer import ShardedAdamW
+from rlcore.train.trainer import StateDigest
+
+STEPS, RNG = "optimizer_steps", "rng"
+
+
+def save(folder: Path, policy: Policy, optimizer: ShardedAdamW) -> StateDigest:
+    """Write this rank's shards below `folder`; rank 0 adds the metadata. Files are not synced to
+    disk."""
+    folder.mkdir(parents=True, exist_ok=True)
+    alone = dist.get_world_size() == 1
+    with _quiet():
+        dcp.save(
+            _tensors(policy, optimizer),
+            storage_writer=FileSystemWriter(folder, sync_files=False),
+            no_dist=alone,
+        )
+    return digest(policy, optimizer)
+
+
+def load(folder: Path, policy: Policy, optimizer: ShardedAdamW) -> StateDigest:
+    """Read a state in place, whatever number of ranks wrote it.
+
+    Raises:
+        Corrupt: the folder is no state of this model, or damaged.
+    """
+    tensors = _tensors(policy, optimizer)
+    try:
+        with _quiet():
+            dcp.load(
+                tensors,
+                storage_reader=FileSystemReader(folder),
+                no_dist=dist.get_world_size() == 1,
+            )
+    except (Exception, dcp.CheckpointException) as error:
+        # DCP raises whatever its readers meet (pickle, zip, key and shape errors), and a class of
+        # its own, no Exception, around those of several ranks.
+        raise Corrupt(f"{folder} does not load as a state of this model: {error}") from error
+    optimizer.set_steps(int(tensors[STEPS].item()))
+    torch.set_rng_state(tensors[RNG])
+    return digest(policy, optimizer)
+
+
+def rank_files(folder: Path, rank: int) -> list[Path]:
+    """The files of a saved state that `rank` has written."""
+    own = sorted(folder.glob(f"__{rank}_*"))
+    return [*own, folder / ".metadata"] if rank == 0 else own
+
+
+def digest(policy: Policy, optimizer: ShardedAdamW) -> StateDigest:
+    """Digests of what is held; the same on every rank."""
+    model = _digest((name, p.detach()) for name, p in policy.weights())
+    steps = ("steps", torch.tensor(optimizer.steps))
+    return StateDigest(model, _digest([steps, *optimizer.moments()]))
+
+
+def _tensors(policy: Policy, optimizer: ShardedAdamW) -> dict[str, Tensor]:
+    """Everything by name; loading writes into these."""
+    tensors: dict[str, Tensor] = {f"model.{name}": p.detach() for name, p in policy.weights()}
+    tensors.update(optimizer.moments())
+    tensors[STEPS] = torch.tensor(optimizer.steps)
+    tensors[RNG] = torch.get_rng_state()
+    return tensors
+
+
+def _digest(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """SHA-256 over the sorted lines `name dtype shape sha256(bytes)`.
+
+    A tensor is whole on all ranks for a moment; they share the hashing.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    lines: list[str] = []
+    for i, (name, tensor) in enumerate(tensors):
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if i % world == rank:
+            content = hashlib.sha256(whole.reshape(-1).cpu().numpy().data).hexdigest()
+            lines.append(f"{name} {whole.dtype!s} {list(whole.shape)} {content}")
+    if world > 1:
+        gathered: list[Any] = [None] * world
+        dist.all_gather_object(gathered, lines)
+        lines = [line for part in cast(list[list[str]], gathered) for line in part]
+    return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
+
+
+class _quiet(warnings.catch_warnings):
+    """Without DCP's warnings about working without collectives, which is what was asked for."""
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        warnings.simplefilter("ignore")

@@ -1,0 +1,186 @@
+"""One rank of the FSDP2 trainer: the `Trainer` protocol over a policy and its optimizer.
+
+Invariants: torch.distributed is initialised before a trainer is made; all methods are entered by
+all ranks."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from rlcore.algorithms.aggregate import Totals
+from rlcore.algorithms.packing import TrainSequence, pack
+from rlcore.config.tree import AlgorithmConfig, TrainConfig
+from rlcore.errors import TrainError
+from rlcore.train.fsdp import state
+from rlcore.train.fsdp.loop import BatchLoop, LoopSettings
+from rlcore.train.fsdp.model import Policy, current_device, load_policy, shard
+from rlcore.train.fsdp.optimizer import ShardedAdamW, learning_rate
+from rlcore.train.trainer import DType, StateDigest, TrainBatch, TrainReport, check_can_train
+from rlcore.weights.export import write_hf_folder
+
+TORCH_DTYPES: dict[DType, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class FsdpTrainer:
+    """See the protocol for what each method does."""
+
+    def __init__(
+        self,
+        train: TrainConfig,
+        algorithm: AlgorithmConfig,
+        *,
+        temperature: float,
+        seed: int,
+        device: str,
+        trust_remote_code: bool = False,
+    ) -> None:
+        """`temperature` is the rollout's; `device` is `cpu` or `cuda` (this process's current
+        one)."""
+        self.loaded: str | None = None
+        self.dirty = False
+        self._train = train
+        self._algorithm = algorithm
+        self._temperature = temperature
+        self._seed = seed
+        self._trust_remote_code = trust_remote_code
+        self._device = current_device(device)
+        self._mesh = init_device_mesh(device, (dist.get_world_size(),))
+        self._folder: Path | None = None
+        self._policy: Policy | None = None
+        self._reference: Policy | None = None
+        self._optimizer: ShardedAdamW | None = None
+
+    # --- state ------------------------------------------------------------------------------------
+
+    def load(self, model_folder: Path, state_id: str) -> None:
+        """Build policy, optimizer and (for a KL loss) the frozen reference from a Hugging Face
+        folder."""
+        self.loaded, self.dirty = None, True
+        self._policy = self._build(model_folder, checkpointing=self._train.gradient_checkpointing)
+        if self._algorithm.use_kl_loss and self._reference is None:
+            self._reference = self._build(model_folder).requires_grad_(False)
+        self._optimizer = ShardedAdamW(list(self._policy.weights()), self._train)
+        self._folder = model_folder
+        torch.manual_seed(self._seed)
+        self.loaded, self.dirty = state_id, False
+
+    def load_state(self, folder: Path, state_id: str) -> StateDigest:
+        """Read a saved state in place; `load` must have built the model before."""
+        policy, optimizer = self._held()
+        self.loaded, self.dirty = None, True
+        digest = state.load(folder, policy, optimizer)
+        self.loaded, self.dirty = state_id, False
+        return digest
+
+    def save_state(self, folder: Path) -> StateDigest:
+        """Write this rank's share of the state that is held."""
+        policy, optimizer = self._held()
+        if self.dirty:
+            raise TrainError(
+                "the trainer stopped in the middle of a batch, so it holds no state to save"
+            )
+        return state.save(folder, policy, optimizer)
+
+    def _build(self, folder: Path, *, checkpointing: bool = False) -> Policy:
+        policy = load_policy(
+            folder, trust_remote_code=self._trust_remote_code, checkpointing=checkpointing
+        )
+        shard(policy, self._mesh, self._train.precision)
+        return policy
+
+    def _held(self) -> tuple[Policy, ShardedAdamW]:
+        if self._policy is None or self._optimizer is None:
+            raise TrainError("the trainer holds no model yet; call load first")
+        return self._policy, self._optimizer
+
+    # --- training ---------------------------------------------------------------------------------
+
+    def train(self, prev_state_id: str, new_state_id: str, batch: TrainBatch) -> TrainReport:
+        """All optimizer steps of one batch; see `BatchLoop.run`."""
+        check_can_train(self, prev_state_id)
+        policy, optimizer = self._held()
+        total = self._train.num_iterations * self._train.num_steps_per_rollout
+        settings = LoopSettings(
+            algorithm=self._algorithm,
+            temperature=self._temperature,
+            clip_grad=self._train.clip_grad,
+            lr=lambda step: learning_rate(step, total, self._train),
+            device=self._device,
+        )
+        loop = BatchLoop(policy, self._reference, optimizer, settings, batch)
+        self.dirty = True
+        try:
+            metrics = loop.run()
+        except TrainError:
+            self.dirty = loop.stepped
+            raise
+        self.loaded, self.dirty = new_state_id, False
+        counts = {"tokens": float(batch.tokens), "samples": float(batch.samples)}
+        metrics = batch.metrics | metrics | counts
+        return TrainReport(batch.iteration, new_state_id, optimizer.steps, metrics)
+
+    @torch.no_grad()
+    def log_probs(self, sequences: list[list[int]]) -> list[list[float]]:
+        """Log-probs of tokens[1:] at temperature 1, in the precision that training computes in."""
+        policy, _ = self._held()
+        out: list[list[float]] = []
+        for part in self._cut(sequences):
+            untrained = [TrainSequence(ids, len(ids) - 1, trainable=False) for ids in part]
+            packed = pack(untrained, Totals(0, 0), "token_mean").to(self._device)
+            rows = torch.arange(len(packed.input_ids), device=self._device)
+            values, _entropy = policy.score(packed, rows, 1.0)
+            out.extend(v.tolist() for v in packed.per_sequence(values.cpu()))
+        return out
+
+    def _cut(self, sequences: list[list[int]]) -> Iterator[list[list[int]]]:
+        """Runs of sequences with at most `max_tokens_per_gpu` tokens, or a single longer one."""
+        part: list[list[int]] = []
+        for ids in sequences:
+            if part and sum(map(len, part)) + len(ids) > self._train.max_tokens_per_gpu:
+                yield part
+                part = []
+            part.append(ids)
+        if part:
+            yield part
+
+    # --- weights ----------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def named_tensors(self, dtype: DType) -> Iterator[tuple[str, Tensor]]:
+        """Every weight once, whole, on the CPU; tied ones under the embedding's name."""
+        policy, _ = self._held()
+        for name, parameter in policy.weights():
+            whole = cast(DTensor, parameter).full_tensor()
+            yield name, whole.to(device="cpu", dtype=TORCH_DTYPES[dtype])
+
+    def export_hf(self, folder: Path, dtype: DType) -> None:
+        """Write config, tokenizer and weights; see `write_hf_folder`."""
+        self._held()
+        if self._folder is None or self.dirty:
+            raise TrainError(
+                "the trainer stopped in the middle of a batch, so its weights are no model to "
+                "export"
+            )
+        tensors = self.named_tensors(dtype)
+        if dist.get_rank() == 0:
+            write_hf_folder(folder, self._folder, tensors, dtype)
+        else:
+            for _ in tensors:
+                pass
+
+    def memory(self) -> dict[str, float]:
+        """Peak resident memory of the process, and on a GPU what torch holds and held at most."""
+        held = {"host_peak_bytes": float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)}
+        if self._device.type == "cuda":
+            held["device_bytes"] = float(torch.cuda.memory_allocated(self._device))
+            held["device_peak_bytes"] = float(torch.cuda.max_memory_allocated(self._device))
+        return held

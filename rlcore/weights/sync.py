@@ -1,0 +1,176 @@
+"""New weights for all engines, in the one order that is safe, and the proof that they arrived.
+
+    gather canary log-probs, prepare      engines still work
+    pause (abort) -> flush -> send        on all engines at once
+    every engine reports the version
+    continue                              always, also after a failure
+    canary on every engine
+
+The canary comes after `continue`, since a paused SGLang server holds `/generate` back until then. A
+failed canary fails the stage all the same, and so ends the iteration.
+
+Rank 0 of the trainer talks to the engines; gathering weights and the canary's log-probs need all
+ranks.
+
+Invariants:
+- Whatever happens on rank 0, it takes part in every gather, so that no other rank is left waiting.
+- After a failure no engine stays paused, unless it does not answer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from rlcore.errors import EngineError, SyncError
+from rlcore.rollout.client import EngineClient
+from rlcore.train.trainer import DType, Trainer
+from rlcore.weights import canary
+from rlcore.weights.transport import DiskTransport, TensorTransport, Transport, together
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class SyncSpec:
+    """One sync."""
+
+    urls: tuple[str, ...]
+    """The engines."""
+    version: str
+    """What they report afterwards."""
+    transport: Literal["disk", "tensor"]
+    dtype: DType
+    """In which the engines hold weights."""
+    model_folder: Path
+    """Where the model came from: its config goes with the weights."""
+    scratch: Path
+    """For `disk`: a folder that the engines see."""
+    canary_prompts: int
+    canary_tolerance: float
+    vocab_size: int
+    context_length: int
+    """Of the engines."""
+    timeout_s: float = 600.0
+    """For each request."""
+
+
+@dataclass(frozen=True, slots=True)
+class SyncReport:
+    """What a sync did; seconds by part and the largest canary difference of all engines."""
+
+    version: str
+    metrics: dict[str, float]
+
+
+class WeightSync:
+    """One rank's end of all syncs of a run. Keeps its connections to the engines."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._clients: dict[str, EngineClient] = {}
+
+    def run(self, trainer: Trainer, spec: SyncSpec) -> SyncReport | None:
+        """Push the trainer's weights. All ranks call it; rank 0 gets the report.
+
+        Raises:
+            EngineError: an engine does not answer or refuses.
+            SyncError: an engine reports another version, or fails the canary.
+        """
+        start = time.perf_counter()
+        sequences = canary.canary_sequences(
+            spec.canary_prompts, spec.vocab_size, spec.context_length
+        )
+        ours = trainer.log_probs(sequences)
+        tensors = trainer.named_tensors(spec.dtype)
+        try:
+            if self._rank != 0:
+                return None
+            transport = _transport(spec)
+            transport.prepare(tensors)
+            prepared = time.perf_counter()
+            push = self._push(spec, transport, tensors, sequences, ours)
+            metrics = self._run(push)
+        finally:
+            for _ in tensors:
+                pass
+        metrics["seconds_prepare"] = prepared - start
+        metrics["seconds"] = time.perf_counter() - start
+        return SyncReport(spec.version, metrics)
+
+    def close(self) -> None:
+        """Drop the connections."""
+        if self._loop is not None:
+            self._run(together(*(client.close() for client in self._clients.values())))
+            self._loop.close()
+        self._loop, self._clients = None, {}
+
+    async def _push(
+        self,
+        spec: SyncSpec,
+        transport: Transport,
+        tensors: Iterator[tuple[str, Tensor]],
+        sequences: list[list[int]],
+        ours: Sequence[Sequence[float]],
+    ) -> dict[str, float]:
+        """Everything that needs the engines."""
+        engines = self._engines(spec)
+        start = time.perf_counter()
+        try:
+            await together(*(e.pause("abort") for e in engines))
+            await together(*(e.flush_cache() for e in engines))
+            await transport.send(engines, tensors)
+            await together(*(_check_version(e, spec.version) for e in engines))
+        except BaseException:
+            # The first error is the one to tell; an engine that cannot go on is found by its own.
+            with contextlib.suppress(EngineError):
+                await together(*(e.resume() for e in engines))
+            raise
+        await together(*(e.resume() for e in engines))
+        transport.confirmed()
+        paused = time.perf_counter()
+        theirs = await together(*(e.prompt_log_probs(sequences) for e in engines))
+        gaps = [
+            canary.check(engine.url, ours, answer, spec.canary_tolerance)
+            for engine, answer in zip(engines, theirs, strict=True)
+        ]
+        return {
+            "canary_abs_diff": max(gaps),
+            "seconds_paused": paused - start,
+            "seconds_canary": time.perf_counter() - paused,
+        }
+
+    def _engines(self, spec: SyncSpec) -> list[EngineClient]:
+        if not spec.urls:
+            raise SyncError("there are no engines to send the weights to")
+        for url in spec.urls:
+            if url not in self._clients:
+                self._clients[url] = EngineClient(url, timeout_s=spec.timeout_s)
+        return [self._clients[url] for url in spec.urls]
+
+    def _run(self, work: object) -> dict[str, float]:
+        # One loop for all syncs: a client and its open connections belong to the loop they began
+        # in.
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+        return self._loop.run_until_complete(work)  # type: ignore[arg-type]
+
+
+async def _check_version(engine: EngineClient, version: str) -> None:
+    got = await engine.weight_version()
+    if got != version:
+        raise SyncError(
+            f"engine {engine.url} reports weight version {got!r} after an update to {version!r}"
+        )
+
+
+def _transport(spec: SyncSpec) -> Transport:
+    if spec.transport == "disk":
+        return DiskTransport(spec.scratch, spec.model_folder, spec.version, spec.dtype)
+    return TensorTransport(spec.version)
