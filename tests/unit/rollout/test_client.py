@@ -1,70 +1,27 @@
 """The client: what it refuses to send, how it reads replies, what its errors say."""
 
 import asyncio
-import json
 import socket
-import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-import uvicorn
-from fastapi import FastAPI, Request, Response
+from fastapi import Request, Response
 
 from rlcore.errors import EngineError
 from rlcore.rollout.client import EngineClient, EngineUnavailable, GenerateRequest
 from rlcore.rollout.limits import Limits
 
 PARAMS = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_new_tokens": 4}
-Answer = Callable[[Request], Awaitable[Any]]
-
-
-class Server:
-    """An HTTP server on a free port that answers as a test tells it."""
-
-    def __init__(self) -> None:
-        self.app = FastAPI()
-        self.answer: Answer | None = None
-        self.seen: list[tuple[str, Any]] = []
-        self.app.api_route("/{path:path}", methods=["GET", "POST"])(self._any)
-        self.socket = socket.socket()
-        self.socket.bind(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}"
-        self.server = uvicorn.Server(uvicorn.Config(self.app, log_level="error"))
-        self.thread = threading.Thread(target=self.server.run, args=([self.socket],), daemon=True)
-        self.thread.start()
-
-    async def _any(self, request: Request) -> Any:
-        body = await request.body()
-        self.seen.append((request.url.path, json.loads(body) if body else None))
-        assert self.answer is not None
-        return await self.answer(request)
-
-    def stop(self) -> None:
-        self.server.should_exit = True
-        self.thread.join(10)
-
-
-@pytest.fixture(scope="module")
-def shared_server() -> Iterator[Server]:
-    made = Server()
-    yield made
-    made.stop()
 
 
 @pytest.fixture
-def server(shared_server: Server) -> Server:
-    shared_server.seen.clear()
-    return shared_server
-
-
-@pytest.fixture
-async def client(server: Server) -> AsyncIterator[EngineClient]:
+async def client(server: Any) -> AsyncIterator[EngineClient]:
     async with EngineClient(server.url, Limits(100, 32), timeout_s=2) as made:
         yield made
 
 
-def reply(tokens: list[int], reason: str = "length", **meta: Any) -> dict[str, Any]:
+def fake_reply(tokens: list[int], reason: str = "length", **meta: Any) -> dict[str, Any]:
     return {
         "text": "t",
         "output_ids": tokens,
@@ -78,20 +35,8 @@ def reply(tokens: list[int], reason: str = "length", **meta: Any) -> dict[str, A
     }
 
 
-def says(content: Any, status: int = 200) -> Answer:
-    async def answer(request: Request) -> Any:
-        return Response(
-            content if isinstance(content, (str, bytes)) else json.dumps(content),
-            status_code=status,
-        )
-
-    return answer
-
-
-async def test_a_batch_is_one_call_with_parameters_each(
-    server: Server, client: EngineClient
-) -> None:
-    server.answer = says([reply([1, 2]), reply([3], "stop")])
+async def test_a_batch_is_one_call_with_parameters_each(server: Any, client: EngineClient) -> None:
+    server.says([fake_reply([1, 2]), fake_reply([3], "stop")])
     requests = [
         GenerateRequest([5], PARAMS | {"sampling_seed": 1}),
         GenerateRequest([6, 7], PARAMS | {"sampling_seed": 2}),
@@ -127,7 +72,7 @@ async def test_a_batch_is_one_call_with_parameters_each(
     ],
 )
 async def test_what_would_hurt_a_server_is_never_sent(
-    server: Server, client: EngineClient, ids: list[int], params: dict[str, Any], said: str
+    server: Any, client: EngineClient, ids: list[int], params: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(EngineError) as caught:
         await client.generate([GenerateRequest([1], PARAMS), GenerateRequest(ids, PARAMS | params)])
@@ -147,25 +92,25 @@ async def test_what_would_hurt_a_server_is_never_sent(
         (200, "{nope", EngineUnavailable, "answered no JSON"),
         (200, [], EngineError, "answered 0 for 1 requests"),
         (200, [{"output_ids": []}], EngineError, "something else than SGLang does"),
-        (200, [reply([1], output_token_logprobs=[])], EngineError, "log-probs of other 0"),
+        (200, [fake_reply([1], output_token_logprobs=[])], EngineError, "log-probs of other 0"),
         (
             200,
-            [reply([1], output_token_logprobs=[[-1.0, 2, None]])],
+            [fake_reply([1], output_token_logprobs=[[-1.0, 2, None]])],
             EngineError,
             "log-probs of other",
         ),
         (
             200,
-            [reply([1], output_token_logprobs=[[None, 1, None]])],
+            [fake_reply([1], output_token_logprobs=[[None, 1, None]])],
             EngineError,
             "no finite numbers",
         ),
     ],
 )
 async def test_errors_name_address_status_and_message(
-    server: Server, client: EngineClient, status: int, content: Any, kind: type, said: str
+    server: Any, client: EngineClient, status: int, content: Any, kind: type, said: str
 ) -> None:
-    server.answer = says(content, status)
+    server.says(content, status)
     with pytest.raises(EngineError) as caught:
         await client.generate([GenerateRequest([1], PARAMS)])
     assert type(caught.value) is kind
@@ -173,7 +118,7 @@ async def test_errors_name_address_status_and_message(
     assert f"{server.url}/generate" in str(caught.value)
 
 
-async def test_a_dead_or_slow_server_is_unavailable(server: Server) -> None:
+async def test_a_dead_or_slow_server_is_unavailable(server: Any) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -192,36 +137,34 @@ async def test_a_dead_or_slow_server_is_unavailable(server: Server) -> None:
         assert await hasty.health(timeout_s=0.2) is False
 
 
-async def test_a_flush_waits_until_requests_have_ended(
-    server: Server, client: EngineClient
-) -> None:
+async def test_a_flush_waits_until_requests_have_ended(server: Any, client: EngineClient) -> None:
     async def third_time(request: Request) -> Any:
         return Response("x", status_code=200 if len(server.seen) == 3 else 400)
 
     server.answer = third_time
     await client.flush_cache()
     assert len(server.seen) == 3
-    server.answer = says("running", 400)
+    server.says("running", 400)
     with pytest.raises(EngineError, match="answered 400: running"):
         await client.flush_cache(timeout_s=0.1)
 
 
 async def test_an_update_that_failed_with_status_200_is_an_error(
-    server: Server, client: EngineClient
+    server: Any, client: EngineClient
 ) -> None:
-    server.answer = says({"success": False, "message": "no such file"})
+    server.says({"success": False, "message": "no such file"})
     with pytest.raises(EngineError, match="no such file"):
         await client.update_weights_from_disk("/x", "4")
-    server.answer = says({"success": True, "message": ""})
+    server.says({"success": True, "message": ""})
     await client.update_weights_from_tensor([b"\x00\x01"], "5")
     assert server.seen[-1][1]["serialized_named_tensors"] == ["AAE="]
 
 
 async def test_prompt_log_probs_are_those_of_all_tokens_but_the_first(
-    server: Server, client: EngineClient
+    server: Any, client: EngineClient
 ) -> None:
     entries = [[None, 5, None], [-0.5, 6, None], [-0.25, 7, None]]
-    server.answer = says([reply([], input_token_logprobs=entries)])
+    server.says([fake_reply([], input_token_logprobs=entries)])
     assert await client.prompt_log_probs([[5, 6, 7]]) == [[-0.5, -0.25]]
     with pytest.raises(EngineError, match="not the 2 asked for"):
         await client.prompt_log_probs([[5, 6]])

@@ -1,0 +1,399 @@
+"""The Ray actor that makes rollouts, scores, selections and evaluations, and writes their parts.
+
+Invariants:
+- It holds nothing that the store does not: the batch it keeps in memory is one whose file it wrote
+  or read, found by that file's digest. After a restart it reads, and verifies, instead.
+- It writes parts and commits nothing: the driver commits.
+- A call of a driver with an older lease than one seen before is refused.
+"""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from rlcore.config.tree import (
+    DataConfig,
+    EvalConfig,
+    FilterConfig,
+    ModelConfig,
+    RewardConfig,
+    RolloutConfig,
+    Scalar,
+)
+from rlcore.data import Dataset, load_dataset
+from rlcore.errors import ConfigError, EngineError, Fenced
+from rlcore.rollout.evaluate import EvalSet, evaluate, scored_status, set_score
+from rlcore.rollout.filters import Scored, make_rule, select
+from rlcore.rollout.generate import Generator
+from rlcore.rollout.limits import Limits
+from rlcore.rollout.loop import RolloutRequest, rollout
+from rlcore.rollout.metrics import reward_metrics
+from rlcore.rollout.pool import EnginePool
+from rlcore.rollout.rewards.protocol import Score
+from rlcore.rollout.rewards.scorer import Scorer
+from rlcore.sample import Sample
+from rlcore.store.manifest import FileRef
+from rlcore.store.objects import Objects
+from rlcore.store.paths import part_key
+
+Files = Sequence[FileRef]
+
+
+@dataclass(frozen=True)
+class RolloutPlan:
+    """What the actor is made with: plain values and config sections, nothing of the driver's
+    process.
+
+    Attributes:
+        run_id: names the folder of the parts.
+        seed: of the run.
+        root: the store.
+        options: of the store.
+        model_folder: local folder of the starting model, for limits and tokenizer.
+        num_gpus: of all engines, for the metrics.
+    """
+
+    run_id: str
+    seed: int
+    root: str
+    options: dict[str, Scalar]
+    model_folder: str
+    model: ModelConfig
+    data: DataConfig
+    rollout: RolloutConfig
+    reward: RewardConfig
+    filter: FilterConfig
+    eval: EvalConfig
+    num_gpus: int = 1
+
+
+@dataclass(frozen=True)
+class StageReport:
+    """What a stage's work gave, for the driver to commit.
+
+    Attributes:
+        files: the parts written.
+        metrics: figures by name.
+        compute_seconds: in which engines generated.
+        timings: seconds of the stage's parts, by name.
+        cursor: of a rollout.
+        prompts: of a rollout or an evaluation.
+        extra: more for the manifest, as JSON.
+    """
+
+    files: list[FileRef]
+    metrics: dict[str, float]
+    compute_seconds: float = 0.0
+    timings: dict[str, float] = field(default_factory=dict)
+    cursor: dict[str, int] | None = None
+    prompts: int = 0
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    tokenizer: Any
+    dataset: Dataset
+    eval_sets: list[EvalSet]
+    limits: Limits
+
+
+class RolloutActor:
+    """Serves one run. All its calls are async, but a driver makes one at a time."""
+
+    def __init__(self, plan: RolloutPlan) -> None:
+        self._plan = plan
+        self._objects = Objects.open(plan.root, plan.options)
+        self._epoch = -1
+        self._pool: EnginePool | None = None
+        self._scorer = Scorer(plan.reward)
+        self._scorer.start()
+        # Tokenizer and data load while the engines start.
+        self._loading: Future[_Loaded] = ThreadPoolExecutor(1).submit(_load, plan)
+        self._batch: tuple[tuple[str, ...], list[Sample]] = ((), [])
+        self._scores: tuple[tuple[str, ...], list[Scored], list[Score]] = ((), [], [])
+
+    async def ping(self) -> dict[str, int]:
+        """Wait until tokenizer and data are loaded.
+
+        Returns:
+            Rows of the training data: `rows`, `skipped`, `too_long`.
+
+        Raises:
+            DataError, ConfigError: they cannot be loaded.
+        """
+        data = (await self._loaded()).dataset
+        return {"rows": len(data), "skipped": data.skipped, "too_long": data.too_long}
+
+    async def set_engines(self, urls: list[str]) -> None:
+        """Generate with these engines from now on."""
+        config, old = self._plan.rollout, self._pool
+        self._pool = EnginePool(
+            urls,
+            (await self._loaded()).limits,
+            concurrency=config.concurrency,
+            retries=config.request_retries,
+            timeout_s=config.request_timeout_s,
+        )
+        if old is not None:
+            await old.close()
+
+    async def rollout(
+        self,
+        epoch: int,
+        iteration: int,
+        attempt: str,
+        cursor: dict[str, int] | None,
+        policy_version: int,
+    ) -> StageReport:
+        """Generate the rollout that follows `cursor` and write its part.
+
+        Args:
+            epoch: of the driver's lease.
+            iteration: counted from 0.
+            attempt: name of this execution.
+            cursor: of the rollout before; None at the start.
+            policy_version: that every engine must report.
+        """
+        self._fence(epoch)
+        plan, loaded, pool = self._plan, await self._loaded(), self._engines()
+        request = RolloutRequest(
+            iteration, plan.seed, plan.data.shuffle, cursor, str(policy_version)
+        )
+        began = time.perf_counter()
+        generator = Generator(plan.rollout, loaded.tokenizer, pool)
+        made = await rollout(
+            request, loaded.dataset, loaded.tokenizer, plan.rollout, generator, plan.num_gpus
+        )
+        rolled = time.perf_counter()
+        ref = await self._write_samples("rollout", iteration, 0, attempt, made.samples)
+        self._batch = (_digests([ref]), made.samples)
+        data = loaded.dataset
+        counts = {"data/skipped_rows": data.skipped, "data/too_long_prompts": data.too_long}
+        return StageReport(
+            files=[ref],
+            metrics=made.metrics | {name: float(n) for name, n in counts.items()},
+            compute_seconds=made.generation_s,
+            timings={
+                "generate": made.generation_s,
+                "prepare": rolled - began - made.generation_s,
+                "write": time.perf_counter() - rolled,
+            },
+            cursor=made.cursor,
+            prompts=plan.rollout.rollout_batch_size,
+        )
+
+    async def reward(
+        self, epoch: int, iteration: int, attempt: str, rollout_files: Files
+    ) -> StageReport:
+        """Score a committed rollout and write one narrow row a sample."""
+        self._fence(epoch)
+        began = time.perf_counter()
+        samples = await self._samples(rollout_files)
+        read = time.perf_counter()
+        scores = await self._scorer.score(samples)
+        scored = time.perf_counter()
+        rows = [_score_row(n, *pair) for n, pair in enumerate(zip(samples, scores, strict=True))]
+        ref = await self._write_rows("reward", iteration, attempt, rows)
+        scored_rows = [Scored(r["row"], r["group_index"], r["index"], r["reward"]) for r in rows]
+        self._scores = (_digests([ref]), scored_rows, scores)
+        return StageReport(
+            files=[ref],
+            metrics=reward_metrics(_by_group(samples, scores)),
+            timings={
+                "read": read - began,
+                "score": scored - read,
+                "write": time.perf_counter() - scored,
+            },
+        )
+
+    async def filter(
+        self,
+        epoch: int,
+        iteration: int,
+        attempt: str,
+        rollout_files: Files,
+        reward_files: Files,
+    ) -> StageReport:
+        """Choose the groups to train on and write one narrow row a sample."""
+        self._fence(epoch)
+        plan = self._plan
+        settings = {
+            "reward_key": plan.reward.reward_key,
+            "n_samples_per_prompt": plan.rollout.n_samples_per_prompt,
+        }
+        rule = make_rule(plan.filter, settings)
+        scored, scores = await self._read_scores(reward_files)
+        samples = await self._samples(rollout_files) if rule.needs_samples else []
+
+        def samples_of(group: list[Scored]) -> list[Sample]:
+            found = [replace(samples[one.row]) for one in group]
+            for sample, one in zip(found, group, strict=True):
+                set_score(sample, scores[one.row])
+            return found
+
+        chosen = await asyncio.to_thread(select, scored, rule, samples_of)
+        ref = await self._write_rows("filter", iteration, attempt, chosen.rows)
+        return StageReport(files=[ref], metrics=chosen.metrics, extra={"kept": chosen.kept})
+
+    async def evaluate(
+        self, epoch: int, iteration: int, attempt: str, policy_version: int
+    ) -> StageReport:
+        """Generate and score all evaluation prompts; a part each for `extra["datasets"]`."""
+        self._fence(epoch)
+        loaded, pool = await self._loaded(), self._engines()
+        result = await evaluate(
+            loaded.eval_sets,
+            self._plan.rollout,
+            loaded.tokenizer,
+            pool,
+            self._scorer,
+            run_seed=self._plan.seed,
+            version=str(policy_version),
+        )
+        files = [
+            await self._write_samples("evaluate", iteration, shard, attempt, samples)
+            for shard, samples in enumerate(result.samples)
+        ]
+        return StageReport(
+            files=files,
+            metrics=result.metrics,
+            compute_seconds=result.generation_s,
+            timings={"generate": result.generation_s},
+            prompts=sum(len(one.dataset) for one in loaded.eval_sets),
+            extra={"datasets": [one.config.name for one in loaded.eval_sets]},
+        )
+
+    async def close(self) -> None:
+        """End the scorer processes and close the connections."""
+        await asyncio.to_thread(self._scorer.close)
+        if self._pool is not None:
+            await self._pool.close()
+
+    # --- what is held -----------------------------------------------------------------------------
+
+    def _fence(self, epoch: int) -> None:
+        if epoch < self._epoch:
+            raise Fenced(
+                f"run {self._plan.run_id}: a driver of lease epoch {epoch} called, but epoch "
+                f"{self._epoch} has taken over"
+            )
+        self._epoch = epoch
+
+    async def _loaded(self) -> _Loaded:
+        return await asyncio.wrap_future(self._loading)
+
+    def _engines(self) -> EnginePool:
+        if self._pool is None:
+            raise EngineError(f"run {self._plan.run_id}: the rollout worker was given no engines")
+        return self._pool
+
+    async def _samples(self, files: Files) -> list[Sample]:
+        if self._batch[0] != _digests(files):
+            self._batch = (
+                _digests(files),
+                await asyncio.to_thread(_read_samples, self._objects, files),
+            )
+        return self._batch[1]
+
+    async def _read_scores(self, files: Files) -> tuple[list[Scored], list[Score]]:
+        if self._scores[0] != _digests(files):
+            read = await asyncio.to_thread(_read_scores, self._objects, files)
+            self._scores = (_digests(files), *read)
+        return self._scores[1], self._scores[2]
+
+    async def _write_samples(
+        self, stage: str, iteration: int, shard: int, attempt: str, samples: list[Sample]
+    ) -> FileRef:
+        from rlcore.store.batch import samples_to_table, write_table
+
+        key = part_key(self._plan.run_id, iteration, stage, shard, attempt)
+        return await asyncio.to_thread(
+            lambda: write_table(self._objects, key, samples_to_table(samples))
+        )
+
+    async def _write_rows(
+        self, stage: str, iteration: int, attempt: str, rows: list[dict[str, Any]]
+    ) -> FileRef:
+        from rlcore.store.batch import SCORES, SELECTION, rows_to_table, write_table
+
+        key = part_key(self._plan.run_id, iteration, stage, 0, attempt)
+        schema = SCORES if stage == "reward" else SELECTION
+        return await asyncio.to_thread(
+            lambda: write_table(self._objects, key, rows_to_table(schema, rows))
+        )
+
+
+def _load(plan: RolloutPlan) -> _Loaded:
+    tokenizer = load_tokenizer(
+        plan.model.tokenizer or plan.model_folder, plan.model.trust_remote_code
+    )
+    eval_sets = []
+    for held_out in plan.eval.datasets:
+        own = plan.data.model_copy(update={"path": held_out.path, "max_prompt_len": None})
+        eval_sets.append(EvalSet(held_out, load_dataset(own, lambda: tokenizer)))
+    return _Loaded(
+        tokenizer=tokenizer,
+        dataset=load_dataset(plan.data, lambda: tokenizer),
+        eval_sets=eval_sets,
+        limits=Limits.of_model(plan.model_folder, plan.rollout.context_length),
+    )
+
+
+def load_tokenizer(folder: str, trust_remote_code: bool) -> Any:
+    """A Hugging Face tokenizer of a local folder.
+
+    Raises:
+        ConfigError: the folder holds none.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(
+            folder, trust_remote_code=trust_remote_code, local_files_only=True
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model folder {folder} holds no tokenizer that loads: {error}") from None
+
+
+def _read_samples(objects: Objects, files: Files) -> list[Sample]:
+    from rlcore.store.batch import read_parts, table_to_samples
+
+    return table_to_samples(read_parts(objects, files))
+
+
+def _read_scores(objects: Objects, files: Files) -> tuple[list[Scored], list[Score]]:
+    from rlcore.store.batch import read_parts
+
+    table = read_parts(objects, files)
+    rows = table.select(["row", "group_index", "index", "reward"]).to_pylist()
+    details, errors = table["details"].to_pylist(), table["error"].to_pylist()
+    scores = [Score(row["reward"], *rest) for row, *rest in zip(rows, details, errors, strict=True)]
+    return [Scored(**row) for row in rows], scores
+
+
+def _digests(files: Files) -> tuple[str, ...]:
+    return tuple(ref.sha256 for ref in files)
+
+
+def _by_group(samples: list[Sample], scores: list[Score]) -> list[list[float | None]]:
+    groups: dict[int | None, list[float | None]] = {}
+    for sample, score in zip(samples, scores, strict=True):
+        groups.setdefault(sample.group_index, []).append(score.reward)
+    return list(groups.values())
+
+
+def _score_row(row: int, sample: Sample, score: Score) -> dict[str, Any]:
+    return {
+        "row": row,
+        "prompt_id": sample.prompt_id,
+        "group_index": sample.group_index,
+        "index": sample.index,
+        "reward": score.reward,
+        "status": scored_status(sample.status, score).value,
+        "details": score.details,
+        "error": score.error,
+    }

@@ -1,0 +1,149 @@
+"""Evaluation: the policy on held-out prompts, with settings of their own.
+
+Invariants:
+- The seeds do not depend on the iteration, so two evaluations differ by the policy alone.
+- A sample without a reward counts in no mean; how many there are is a metric of its own.
+"""
+
+import json
+import statistics
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from rlcore.config.tree import EvalDataset, RolloutConfig
+from rlcore.data import Dataset
+from rlcore.rollout.generate import Generator
+from rlcore.rollout.groups import split_groups
+from rlcore.rollout.loop import make_groups
+from rlcore.rollout.metrics import length_metrics, pass_at_k
+from rlcore.rollout.pool import EnginePool
+from rlcore.rollout.rewards.protocol import Score
+from rlcore.rollout.rewards.scorer import Scorer
+from rlcore.rollout.together import all_of
+from rlcore.sample import Sample, Status
+
+
+@dataclass(frozen=True)
+class EvalSet:
+    """One held-out data set: its settings and its prompts."""
+
+    config: EvalDataset
+    dataset: Dataset
+
+
+@dataclass(frozen=True)
+class EvalResult:
+    """What an evaluation gave.
+
+    Attributes:
+        samples: of each data set, rewards set.
+        metrics: `eval/NAME` (mean reward), `eval/NAME/pass@k` and the like.
+        generation_s: seconds in which engines generated.
+    """
+
+    samples: list[list[Sample]]
+    metrics: dict[str, float]
+    generation_s: float
+
+
+async def evaluate(
+    sets: list[EvalSet],
+    rollout: RolloutConfig,
+    tokenizer: Any,
+    pool: EnginePool,
+    scorer: Scorer,
+    *,
+    run_seed: int,
+    version: str | None,
+) -> EvalResult:
+    """Generate and score responses to all prompts of all data sets.
+
+    Args:
+        sets: the data sets.
+        rollout: the rollout section, for what a data set does not say.
+        tokenizer: of the model.
+        pool: the engines.
+        scorer: of the run's reward function.
+        run_seed: of the run.
+        version: policy version that the engines must report.
+
+    Raises:
+        EngineError, DataError, PluginError, RewardError: as rollouts and rewards do.
+    """
+    began = time.perf_counter()
+    made = await all_of(_generate(s, rollout, tokenizer, pool, run_seed, version) for s in sets)
+    seconds = time.perf_counter() - began
+    metrics: dict[str, float] = {}
+    for one, samples in zip(sets, made, strict=True):
+        scores = await scorer.score(samples)
+        metrics |= eval_metrics(one.config, samples, scores)
+        for sample, score in zip(samples, scores, strict=True):
+            set_score(sample, score)
+    return EvalResult(made, metrics, seconds)
+
+
+async def _generate(
+    one: EvalSet,
+    rollout: RolloutConfig,
+    tokenizer: Any,
+    pool: EnginePool,
+    run_seed: int,
+    version: str | None,
+) -> list[Sample]:
+    config, n = one.config, one.config.n_samples_per_eval_prompt
+    own = rollout.model_copy(
+        update={
+            "temperature": config.temperature,
+            "top_p": config.top_p,
+            "max_response_len": config.max_response_len or rollout.max_response_len,
+        }
+    )
+    prompts = one.dataset.tokenized(range(len(one.dataset)), tokenizer)
+    samples = make_groups(prompts, n, run_seed, f"eval-{config.name}")
+    generator = Generator(own, tokenizer, pool, evaluation=True)
+    return await generator.run(samples, n, version)
+
+
+def eval_metrics(
+    config: EvalDataset, samples: list[Sample], scores: list[Score]
+) -> dict[str, float]:
+    """Mean reward, pass@k for powers of two, exactness and lengths of one data set.
+
+    pass@k is the mean of the unbiased estimator (arXiv 2107.03374) over the prompts with at least k
+    scored samples.
+    """
+    name = f"eval/{config.name}"
+    out = length_metrics(name, samples)
+    rewards = [s.reward for s in scores if s.reward is not None]
+    out[f"{name}/unscored"] = float(len(scores) - len(rewards))
+    if not rewards:
+        return out
+    out[name] = statistics.fmean(rewards)
+    out[f"{name}/exact"] = sum(r >= 1 for r in rewards) / len(rewards)
+    position = 0
+    counts: list[tuple[int, int]] = []
+    for group in split_groups(samples):
+        found = [s.reward for s in scores[position : position + len(group)] if s.reward is not None]
+        counts.append((len(found), sum(r >= config.pass_threshold for r in found)))
+        position += len(group)
+    k = 1
+    while k <= config.n_samples_per_eval_prompt:
+        passes = [pass_at_k(n, c, k) for n, c in counts if n >= k]
+        if passes:
+            out[f"{name}/pass@{k}"] = statistics.fmean(passes)
+        k *= 2
+    return out
+
+
+def set_score(sample: Sample, score: Score) -> None:
+    """Put a score into its sample; one without a reward is marked failed, with the reason."""
+    sample.reward = json.loads(score.details) if score.details is not None else score.reward
+    if score.error is not None:
+        sample.metadata = sample.metadata | {"reward_error": score.error}
+        sample.status = scored_status(sample.status, score)
+
+
+def scored_status(status: Status, score: Score) -> Status:
+    """The status of a sample after scoring."""
+    return Status.FAILED if score.error is not None and status != Status.ABORTED else status

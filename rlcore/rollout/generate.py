@@ -1,0 +1,221 @@
+"""From samples without a response to samples with one: by one plain request each, or by a custom
+function.
+
+Invariants:
+- A sample's seed depends on the run, the iteration, the prompt and its place in the group alone. So
+  do its tokens, on an engine that is deterministic, whatever else is in the batch.
+- Samples stay in their order; none is dropped. One that cannot be generated fails the whole stage.
+- Every engine call must have used the expected policy version.
+"""
+
+import asyncio
+import hashlib
+import inspect
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from rlcore.config.tree import RolloutConfig
+from rlcore.errors import DataError, EngineError, PluginError, SluiceError
+from rlcore.plugins import load_checked
+from rlcore.rollout.args import PluginArgs
+from rlcore.rollout.client import GenerateRequest, GenerateResult
+from rlcore.rollout.pool import EnginePool
+from rlcore.rollout.together import all_of
+from rlcore.sample import Sample, Status
+
+SETTING = "rollout.custom_generate_function_path"
+Params = dict[str, Any]
+CustomGenerate = Callable[..., Awaitable[Sample]]
+
+STATUS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
+"""Finish reason of an engine -> status of the sample."""
+
+
+class GenerateArgs(PluginArgs):
+    """`args` of a custom generate function.
+
+    Every setting of the section `rollout` is an attribute (`args.max_response_len`), and beside
+    them:
+
+    Attributes:
+        tokenizer: of the model.
+        pool: the engines; `await args.pool.generate([GenerateRequest(ids, params), ...])`.
+        limits: vocabulary and context of the model.
+    """
+
+    def __init__(self, config: RolloutConfig, tokenizer: Any, pool: EnginePool) -> None:
+        own = {"tokenizer": tokenizer, "pool": pool, "limits": pool.limits}
+        super().__init__(config.model_dump() | own)
+
+    async def generate(self, input_ids: list[int], sampling_params: Params) -> GenerateResult:
+        """One request to an engine; failures are retried as the settings say."""
+        [result] = await self.pool.generate([GenerateRequest(input_ids, sampling_params)])
+        return result
+
+
+def sample_seed(run_seed: int, scope: str, prompt_id: str, index_in_group: int) -> int:
+    """A 31-bit sampling seed.
+
+    Args:
+        run_seed: of the run.
+        scope: what sets this generation apart, such as the iteration.
+        prompt_id: of the sample.
+        index_in_group: of the sample.
+    """
+    text = f"sluice-sample:{run_seed}:{scope}:{prompt_id}:{index_in_group}"
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") >> 1
+
+
+def sampling_params(config: RolloutConfig) -> Params:
+    """The sampling parameters that all samples of a rollout share, by SGLang's names."""
+    params: Params = {
+        "temperature": config.temperature,
+        "top_p": config.top_p,
+        "top_k": config.top_k,
+        "max_new_tokens": config.max_response_len,
+        "skip_special_tokens": config.skip_special_tokens,
+        "no_stop_trim": True,
+        "spaces_between_special_tokens": False,
+    }
+    if config.stop:
+        params["stop"] = list(config.stop)
+    if config.stop_token_ids:
+        params["stop_token_ids"] = list(config.stop_token_ids)
+    return params
+
+
+class Generator:
+    """Fills in responses.
+
+    Args:
+        config: the rollout section.
+        tokenizer: handed to a custom function.
+        pool: the engines.
+        evaluation: told to a custom function that has a parameter of this name.
+
+    Raises:
+        PluginError: the custom function cannot be loaded or called.
+    """
+
+    def __init__(
+        self, config: RolloutConfig, tokenizer: Any, pool: EnginePool, *, evaluation: bool = False
+    ) -> None:
+        self._config = config
+        self._pool = pool
+        self._path = config.custom_generate_function_path
+        self._custom: CustomGenerate | None = None
+        self._extra: dict[str, Any] = {}
+        if self._path is not None:
+            self._custom = load_checked(self._path, SETTING, "generate")
+            self._args = GenerateArgs(config, tokenizer, pool)
+            if "evaluation" in inspect.signature(self._custom).parameters:
+                self._extra = {"evaluation": evaluation}
+
+    async def run(self, samples: Sequence[Sample], group: int, version: str | None) -> list[Sample]:
+        """Generate for samples whose `tokens` hold the prompt and whose `seed` is set.
+
+        Args:
+            samples: pending.
+            group: neighbours that share a prompt.
+            version: policy version that every engine call must report; None: any.
+
+        Raises:
+            EngineError: an engine call failed on every attempt, or used another policy.
+            PluginError: the custom function failed.
+        """
+        params = sampling_params(self._config)
+        if self._custom is None:
+            done = await self._plain(samples, params, group)
+        else:
+            done = await self._customized(samples, params)
+        for sample in done:
+            _check_version(sample, version)
+        return done
+
+    def _own_params(self, sample: Sample, params: Params) -> Params:
+        budget = self._pool.limits.response_budget(len(sample.tokens), params["max_new_tokens"])
+        if budget < 1:
+            raise DataError(
+                f"prompt {sample.prompt_id} has {len(sample.tokens)} tokens and leaves no room for "
+                f"a response in the context of {self._pool.limits.context_length}; set "
+                "data.max_prompt_len, or raise rollout.context_length"
+            )
+        return params | {"max_new_tokens": budget, "sampling_seed": sample.seed}
+
+    async def _plain(self, samples: Sequence[Sample], params: Params, group: int) -> list[Sample]:
+        requests = [GenerateRequest(s.tokens, self._own_params(s, params)) for s in samples]
+        results = await self._pool.generate(requests, group=group)
+        for sample, result in zip(samples, results, strict=True):
+            apply_result(sample, result)
+        return list(samples)
+
+    async def _customized(self, samples: Sequence[Sample], params: Params) -> list[Sample]:
+        room = asyncio.Semaphore(self._pool.total_concurrency)
+
+        async def one(sample: Sample) -> Sample:
+            async with room:
+                return await self._call(sample, self._own_params(sample, params))
+
+        return await all_of(one(sample) for sample in samples)
+
+    async def _call(self, sample: Sample, params: Params) -> Sample:
+        assert self._custom is not None
+        what = f"{SETTING} = {self._path!r}"
+        place = (sample.group_index, sample.index, sample.prompt_id, sample.seed)
+        try:
+            made = await self._custom(self._args, sample, params, **self._extra)
+        except SluiceError:
+            raise
+        except Exception as error:
+            # A custom function may raise anything; nothing tells whether it would work again.
+            raise PluginError(
+                f"{what} raised {type(error).__name__}: {error} on sample {sample.index} "
+                f"(prompt {sample.prompt_id})"
+            ) from error
+        if not isinstance(made, Sample):
+            raise PluginError(f"{what} returned a {type(made).__name__}, not a Sample")
+        made.group_index, made.index, made.prompt_id, made.seed = place
+        _check_made(made, what, self._pool.limits.vocab_size)
+        return made
+
+
+def apply_result(sample: Sample, result: GenerateResult) -> None:
+    """Append an engine's answer to a sample and set its status."""
+    if sample.response_length:
+        sample.append_response_tokens(result.tokens, result.log_probs, text=result.text)
+    else:
+        # The whole response came from the model: no mask is needed, so none is stored.
+        sample.tokens = [*sample.tokens, *result.tokens]
+        sample.response_length = len(result.tokens)
+        sample.rollout_log_probs = result.log_probs
+        sample.response = result.text
+    sample.weight_versions = [*sample.weight_versions, result.weight_version]
+    sample.prefix_cache_info = {
+        "cached_tokens": result.cached_tokens,
+        "total_prompt_tokens": len(sample.tokens) - len(result.tokens),
+    }
+    sample.status = STATUS.get(result.finish_reason, sample.status)
+
+
+def _check_made(sample: Sample, what: str, vocab_size: int) -> None:
+    sample.validate()
+    where = f"{what} returned sample {sample.index}"
+    if sample.status == Status.PENDING:
+        raise PluginError(
+            f"{where} with status pending; set completed, truncated, aborted or failed"
+        )
+    if sample.status in (Status.COMPLETED, Status.TRUNCATED) and not sample.response_length:
+        raise PluginError(f"{where} as {sample.status} but without response tokens")
+    if sample.tokens and not 0 <= min(sample.tokens) <= max(sample.tokens) < vocab_size:
+        raise PluginError(f"{where} with token ids outside the vocabulary of {vocab_size}")
+
+
+def _check_version(sample: Sample, version: str | None) -> None:
+    if version is None:
+        return
+    for found in sample.weight_versions:
+        if found != version:
+            raise EngineError(
+                f"sample {sample.index} was generated by policy version {found!r}, but the rollout "
+                f"is of version {version!r}; an engine missed a weight sync"
+            )
