@@ -1,0 +1,102 @@
+"""The examples' own parts, without running them: settings that load, model, rewards, rows."""
+
+import hashlib
+import importlib.util
+import json
+import math
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from rlcore.config import load_config
+from rlcore.sample import Sample
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+
+
+def module(name: str) -> ModuleType:
+    """A file of an example as a module."""
+    spec = importlib.util.spec_from_file_location(name.replace("/", "_"), EXAMPLES / f"{name}.py")
+    assert spec and spec.loader
+    loaded = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loaded)
+    return loaded
+
+
+@pytest.mark.parametrize(
+    "file", sorted(p.relative_to(EXAMPLES).as_posix() for p in EXAMPLES.rglob("*.toml"))
+)
+def test_every_example_s_settings_load_and_lie_beside_a_readme(file: str) -> None:
+    config = load_config(EXAMPLES / file)
+    assert Path(config.reward.custom_rm_path.rpartition(":")[0]).exists()
+    assert (EXAMPLES / file).with_name("README.md").exists()
+
+
+def test_examples_are_short() -> None:
+    files = [
+        p for p in EXAMPLES.rglob("*") if p.suffix in (".py", ".toml") and "out" not in p.parts
+    ]
+    assert len(files) >= 7
+    assert {p.name: n for p in files if (n := len(p.read_text().splitlines())) > 150} == {}
+
+
+def test_the_quickstart_s_model_is_drawn_from_its_seed_and_loads(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    build = module("quickstart/model").build
+    digests = []
+    for folder, seed in (("a", 0), ("b", 0), ("c", 1)):
+        build(tmp_path / folder, seed)
+        weights = (tmp_path / folder / "model.safetensors").read_bytes()
+        digests.append(hashlib.sha256(weights).hexdigest())
+    assert digests[0] == digests[1] != digests[2]
+
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "a")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "a")
+    assert sum(p.numel() for p in model.parameters()) == 793_600
+    assert model.config.model_type == "qwen3" and str(model.dtype) == "torch.float32"
+    assert tokenizer.encode("7=") == [10, 14]
+    assert tokenizer.decode([10, 10, 10, 1], skip_special_tokens=True) == "777"
+    assert (tokenizer.eos_token, model.config.eos_token_id) == ("<eos>", tokenizer.eos_token_id)
+
+
+def test_the_quickstart_s_rows_are_the_ten_prompts() -> None:
+    for name, count in (("prompts", 320), ("eval", 10)):
+        lines = (EXAMPLES / f"quickstart/{name}.jsonl").read_text().splitlines()
+        rows = [json.loads(line) for line in lines]
+        assert len(rows) == count
+        assert {(r["prompt"], r["label"]) for r in rows} == {
+            (f"{d}=", f"{d}" * 3) for d in range(10)
+        }
+
+
+@pytest.mark.parametrize(
+    ("response", "expected"),
+    [("777", 1.0), ("77", 2 / 3), ("7777", 0.75), ("", 0.0), ("177", 2 / 3), ("abc", 0.0)],
+)
+def test_the_quickstart_s_reward_is_the_share_of_right_characters(
+    response: str, expected: float
+) -> None:
+    given = module("quickstart/reward").reward(None, Sample(response=response, label="777"))
+    assert math.isclose(given, expected)
+
+
+@pytest.mark.parametrize(
+    ("response", "label", "exact", "near"),
+    [
+        ("The answer is 5.", "5", 1.0, 1.0),
+        ("2 + 3 = 5", "5", 1.0, 1.0),
+        ("5, or rather 6", "5", 0.0, 0.25),
+        ("It is -17", "-17", 1.0, 1.0),
+        ("17", "-17", 0.0, 0.5 / 35),
+        ("no idea", "5", 0.0, 0.0),
+        ("", "0", 0.0, 0.0),
+    ],
+)
+def test_smollm2_s_rewards_look_at_the_last_integer(
+    response: str, label: str, exact: float, near: float
+) -> None:
+    rewards = module("smollm2/reward")
+    sample = Sample(response=response, label=label)
+    assert (rewards.exact(None, sample), rewards.near(None, sample)) == (exact, near)
