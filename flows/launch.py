@@ -97,7 +97,7 @@ def private_prefect(config: RunConfig, shown: Any) -> Iterator[None]:
         yield
         return
     root = config.storage.root.removeprefix("file://")
-    home = Path(root if "://" not in root else Path.home() / ".cache" / "sluice") / "prefect"
+    home = (Path(root) if "://" not in root else Path.home() / ".cache" / "sluice") / "prefect"
     process, url = start_server(home)
     os.environ["PREFECT_API_URL"] = url
     try:

@@ -1,7 +1,6 @@
 """A private Prefect server: SQLite under the run root, a free port, ended with the process that made it."""
 
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -11,8 +10,9 @@ from pathlib import Path
 
 import httpx
 
-from rlcore.engine.launch import die_with_parent
+from rlcore.engine.launch import DieWithParent
 from rlcore.errors import ClusterError
+from rlcore.net import free_port
 
 START_TIMEOUT_S = 120.0
 
@@ -55,7 +55,7 @@ def start_server(home: Path, port: int | None = None) -> tuple[subprocess.Popen[
     with (home / "server.log").open("ab") as log:
         argv = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
         process = subprocess.Popen(
-            argv, env=env, stdout=log, stderr=log, start_new_session=True, preexec_fn=die_with_parent
+            argv, env=env, stdout=log, stderr=log, start_new_session=True, preexec_fn=DieWithParent(os.getpid())
         )
     return process, url
 
@@ -88,9 +88,3 @@ def stop(process: subprocess.Popen[bytes]) -> None:
             process.kill()
             process.wait()
 
-
-def free_port() -> int:
-    """A TCP port that nothing listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -43,8 +43,8 @@ async def open_run(config: RunConfig) -> AsyncIterator[Run]:
         try:
             model = starting_model(store.objects, config.run.id, config.model, config.run.seed, scratch)
             start_id = start_state_id(store, config)
-            plan = FleetPlan.of(config, store, lease.epoch, model_folder=model, scratch=scratch)
-            async with Fleet.start(plan) as fleet:
+            plan = FleetPlan(config, store, lease.epoch, model, scratch)
+            async with Fleet.start(plan, start_id) as fleet:
                 run = Run(config, store, lease, fleet, start_id)
                 set_current(run)
                 try:

@@ -21,6 +21,7 @@ from rlcore.store.lease import Lease
 from rlcore.store.manifest import Manifest, StageRef, chain_state_id
 from rlcore.store.retention import is_pruned, prune
 from rlcore.store.run_store import RunStore
+from rlcore.train.batch import BatchFiles
 from rlcore.work import Work
 
 SECONDS = "seconds"
@@ -155,14 +156,13 @@ class Run:
     def _train_inputs(
         self, i: int, manifests: dict[str, Manifest], after: str, before: str | None = None
     ) -> TrainInputs:
-        return TrainInputs(
+        files = BatchFiles(
             iteration=i,
-            before=before or self.state_id_before(i),
-            after=after,
             rollout=manifests["rollout"].files,
             reward=manifests["reward"].files,
             selection=manifests["filter"].files,
         )
+        return TrainInputs(before=before or self.state_id_before(i), after=after, files=files)
 
     async def sync_engines(self, version: int) -> Work:
         """Push policy `version` to the engines."""

@@ -30,6 +30,6 @@ class Work:
     cursor: dict[str, int] | None = None
     extra: dict[str, Any] = field(default_factory=dict)
 
-    def with_metrics(self, metrics: dict[str, float]) -> "Work":
-        """A copy with more metrics."""
-        return replace(self, metrics={**self.metrics, **metrics})
+    def with_metrics(self, metrics: dict[str, float], *, policy_version: int) -> "Work":
+        """A copy with more metrics, and the policy version that they are of."""
+        return replace(self, metrics={**self.metrics, **metrics}, policy_version=policy_version)

@@ -10,4 +10,4 @@ from tasks.stage import stage
 async def select(run: Run, i: int, rollout: StageRef, reward: StageRef) -> Work:
     """Keep or drop whole groups; what is dropped is counted by reason."""
     batch, scores = run.store.manifest(rollout), run.store.manifest(reward)
-    return await run.fleet.select(i, batch=batch.files, scores=scores.files)
+    return await run.fleet.select(i, rollout=batch.files, scores=scores.files)

@@ -9,4 +9,4 @@ from tasks.stage import stage
 @stage("reward", sections=("reward",), retries=2)
 async def reward(run: Run, i: int, rollout: StageRef) -> Work:
     """Score the samples; those that cannot be scored are marked failed and counted."""
-    return await run.fleet.score(i, batch=run.store.manifest(rollout).files)
+    return await run.fleet.score(i, rollout=run.store.manifest(rollout).files)

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rlcore.config.tree import Scalar
-from rlcore.engine.launch import EngineProcess, embedded_argv, free_port
+from rlcore.engine.launch import EngineProcess, embedded_argv
+from rlcore.net import free_port
 from rlcore.engine.sglang import sglang_argv
 
 
@@ -18,6 +19,7 @@ class EngineSpec:
     engine: str
     model_path: str
     log_dir: str
+    dtype: str = "float32"
     context_length: int | None = None
     max_running_requests: int | None = None
     tensor_parallel: int = 1
@@ -45,26 +47,29 @@ class EngineActor:
         """
         spec, port = self._spec, free_port()
         if spec.engine == "sglang":
+            own: dict[str, Scalar] = {"weight_version": weight_version, "random_seed": spec.random_seed + self._rank}
+            if spec.max_running_requests is not None:
+                own["max_running_requests"] = spec.max_running_requests
             argv = sglang_argv(
-                model_path=spec.model_path,
-                port=port,
-                tensor_parallel=spec.tensor_parallel,
+                spec.model_path,
+                port,
+                tp=spec.tensor_parallel,
+                dtype=spec.dtype,
                 context_length=spec.context_length,
-                max_running_requests=spec.max_running_requests,
-                random_seed=spec.random_seed + self._rank,
-                weight_version=weight_version,
-                extra=spec.sglang,
+                extra=own | spec.sglang,
             )
         else:
             argv = embedded_argv(
-                model_path=spec.model_path,
-                port=port,
+                spec.model_path,
+                port,
+                dtype=spec.dtype,
                 context_length=spec.context_length,
                 max_running_requests=spec.max_running_requests,
+                random_seed=spec.random_seed,
                 weight_version=weight_version,
             )
-        log = Path(spec.log_dir) / f"engine-{self._rank}.log"
-        self._process = EngineProcess.start(argv, url=f"http://127.0.0.1:{port}", log_path=log)
+        self._process = EngineProcess(port)
+        self._process.start(argv, Path(spec.log_dir) / f"engine-{self._rank}.log")
         self._process.wait_healthy(spec.start_timeout_s)
         return self._process.url
 

@@ -88,7 +88,7 @@ class EngineProcess:
                     stderr=subprocess.STDOUT,
                     env={**os.environ, **(env or {})},
                     start_new_session=True,
-                    preexec_fn=_DieWithParent(os.getpid()),
+                    preexec_fn=DieWithParent(os.getpid()),
                 )
             except OSError as error:
                 raise EngineError(f"{argv[0]} could not be started: {error}.") from error
@@ -148,7 +148,7 @@ class EngineProcess:
         return f"The end of {self._log_path}:\n" + "\n".join(lines)
 
 
-class _DieWithParent:
+class DieWithParent:
     """Run in the child before exec: have the kernel end it with its parent."""
 
     def __init__(self, parent: int) -> None:

@@ -1,0 +1,329 @@
+"""All actors of a run: engines, trainer ranks and the rollout worker.
+
+The fleet knows what its actors hold (`engine_version`, `trainer_state`); `rlcore.run` decides what they
+should hold. Every method returns `Work`: what a stage will commit.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlcore.cluster.engine_actor import EngineActor, EngineSpec
+from rlcore.cluster.ray_session import NAMESPACE, call, gather
+from rlcore.cluster.rollout_actor import RolloutActor, RolloutPlan, StageReport
+from rlcore.cluster.trainer_actor import SavedState, TrainerSpec
+from rlcore.cluster.trainer_group import TrainerGroup
+from rlcore.config import RunConfig
+from rlcore.rollout.limits import Limits
+from rlcore.store.manifest import FileRef
+from rlcore.store.paths import new_attempt, run_prefix, stage_prefix, state_prefix
+from rlcore.store.run_store import RunStore
+from rlcore.train.batch import BatchFiles
+from rlcore.weights.sync import SyncSpec
+from rlcore.work import Work
+
+CONTROL_DEADLINE_S = 300.0
+ROLLOUT_DEADLINE_S = 24 * 3600.0
+START_VERSION = 0
+"""Policy version of the starting model."""
+
+
+@dataclass(frozen=True)
+class FleetPlan:
+    """What a fleet is started with."""
+
+    config: RunConfig
+    store: RunStore
+    epoch: int
+    model_folder: Path
+    scratch: Path
+    """Local folder of this driver, removed when it ends."""
+
+    def local(self, name: str) -> Path:
+        """A folder of the run if the store is local, where others can see it, else of the scratch."""
+        key = f"{run_prefix(self.config.run.id)}/{name}"
+        return self.store.objects.local_path(key) or self.scratch / name
+
+    @property
+    def cuda(self) -> bool:
+        """Whether trainers compute on GPUs."""
+        device = self.config.cluster.device
+        return device == "cuda" or (device == "auto" and self.config.rollout.engine == "sglang")
+
+    @property
+    def engine_dtype(self) -> str:
+        """In which the engines hold weights."""
+        return "bfloat16" if self.config.rollout.engine == "sglang" else "float32"
+
+
+@dataclass(frozen=True)
+class TrainInputs:
+    """One batch to train on: from the state `before` to the state `after`."""
+
+    before: str
+    after: str
+    files: BatchFiles
+
+
+class Fleet:
+    """The actors of one open run. Make it with `start`."""
+
+    def __init__(self, plan: FleetPlan, urls: list[str], worker: Any, trainer: TrainerGroup) -> None:
+        self._plan = plan
+        self._config = plan.config
+        self._urls = urls
+        self._worker = worker
+        self._trainer = trainer
+        self._limits = Limits.of_model(str(plan.model_folder), plan.config.rollout.context_length)
+        self.engine_version: int | None = START_VERSION
+        self.trainer_state: str | None = None
+
+    @classmethod
+    @asynccontextmanager
+    async def start(cls, plan: FleetPlan, start_state: str) -> AsyncIterator["Fleet"]:
+        """Start all actors side by side; end them when the block ends.
+
+        Raises:
+            EngineError, ClusterError: one of them did not come up.
+        """
+        import ray
+
+        once = {"num_cpus": 0, "max_restarts": 0, "max_task_retries": 0}
+        on_gpu = plan.config.rollout.engine == "sglang"
+        maker = ray.remote(num_gpus=engine_gpus(plan.config) if on_gpu else 0, **once)(EngineActor)
+        spec = engine_spec(plan)
+        engines: list[Any] = [maker.remote(spec, rank) for rank in range(plan.config.num_engines)]
+        worker: Any = ray.remote(**once)(RolloutActor).remote(rollout_plan(plan))
+        trainer: TrainerGroup | None = None
+        try:
+            urls, _, trainer = await gather_start(plan, engines, worker, start_state)
+            await call(worker.set_engines.remote(urls), deadline_s=CONTROL_DEADLINE_S, what="the rollout worker")
+            fleet = cls(plan, urls, worker, trainer)
+            fleet.trainer_state = start_state
+            yield fleet
+        finally:
+            # The servers are ended by their actors; a killed actor's server ends by itself a little later.
+            stops = [engine.stop.remote() for engine in engines]
+            ray.wait(stops, num_returns=len(stops), timeout=5)
+            if trainer is not None:
+                trainer.kill()
+            for actor in (worker, *engines):
+                ray.kill(actor)
+
+    # --- rollout, reward, filter, evaluate ----------------------------------------------------------
+
+    async def generate(self, i: int, cursor: dict[str, int] | None) -> Work:
+        """Responses to the prompts that follow `cursor`, by policy version i."""
+        work = await self._by_worker("rollout", i, cursor, i)
+        tokens = work.metrics["perf/tokens_per_gpu_per_sec"] * self._config.cluster.rollout_num_gpus
+        return work.with_metrics({"perf/tokens_per_s": tokens}, policy_version=i)
+
+    async def score(self, i: int, rollout: tuple[FileRef, ...]) -> Work:
+        """A score for each sample of a rollout."""
+        return await self._by_worker("reward", i, rollout)
+
+    async def select(self, i: int, rollout: tuple[FileRef, ...], scores: tuple[FileRef, ...]) -> Work:
+        """The groups to train on."""
+        return await self._by_worker("filter", i, rollout, scores)
+
+    async def evaluate(self, i: int) -> Work:
+        """Responses to the evaluation prompts by policy version i + 1, scored."""
+        work = await self._by_worker("evaluate", i, i + 1)
+        return work.with_metrics({}, policy_version=i + 1)
+
+    async def _by_worker(self, stage: str, i: int, *args: Any) -> Work:
+        attempt = new_attempt()
+        method = getattr(self._worker, stage)
+        report: StageReport = await call(
+            method.remote(self._plan.epoch, i, attempt, *args),
+            deadline_s=ROLLOUT_DEADLINE_S,
+            what=f"the rollout worker ({stage} of iteration {i})",
+        )
+        return Work(
+            attempt=attempt,
+            files=report.files,
+            metrics=report.metrics,
+            compute_seconds=report.compute_seconds,
+            timings=report.timings,
+            cursor=report.cursor,
+            extra=report.extra,
+        )
+
+    # --- train, sync, export --------------------------------------------------------------------------
+
+    async def train(self, inputs: TrainInputs, *, save: bool) -> Work:
+        """From one named state to the next; saves it if asked."""
+        attempt, i = new_attempt(), inputs.files.iteration
+        self.trainer_state = None
+        report = await self._trainer.train(inputs.before, inputs.after, inputs.files)
+        self.trainer_state = inputs.after
+        state: dict[str, Any] | None = None
+        if save:
+            saved = await self._trainer.save_state(state_prefix(self._config.run.id, i, attempt))
+            state = {
+                "key_prefix": saved.key_prefix,
+                "files": [file.model_dump(mode="json") for file in saved.files],
+                "model_sha256": saved.model_sha256,
+                "optimizer_sha256": saved.optimizer_sha256,
+            }
+        return Work(
+            attempt=attempt,
+            metrics={f"train/{name}": value for name, value in report.metrics.items()},
+            compute_seconds=report.metrics["seconds_train"],
+            extra={
+                "prev_state_id": inputs.before,
+                "state_id": inputs.after,
+                "samples": int(report.metrics["samples"]),
+                "state": state,
+            },
+        )
+
+    async def restore(self, state: dict[str, Any], state_id: str) -> None:
+        """Have the trainer load a saved state."""
+        self.trainer_state = None
+        files = tuple(FileRef.model_validate(file) for file in state["files"])
+        saved = SavedState(state["key_prefix"], files, state["model_sha256"], state["optimizer_sha256"])
+        await self._trainer.restore(saved, state_id)
+        self.trainer_state = state_id
+
+    async def load_start(self, state_id: str) -> None:
+        """Have the trainer load the starting model again."""
+        self.trainer_state = None
+        await self._trainer.load(state_id)
+        self.trainer_state = state_id
+
+    async def sync(self, version: int) -> Work:
+        """Push the trainer's weights to every engine as policy `version`."""
+        self.engine_version = None
+        weights, plan = self._config.weights, self._plan
+        spec = SyncSpec(
+            urls=tuple(self._urls),
+            version=str(version),
+            transport=weights.transport,
+            dtype=plan.engine_dtype,
+            model_folder=plan.model_folder,
+            scratch=plan.local("weights"),
+            canary_prompts=weights.canary_prompts,
+            canary_tolerance=self._config.canary_tolerance,
+            vocab_size=self._limits.vocab_size,
+            context_length=self._limits.context_length,
+        )
+        report = await self._trainer.sync(spec)
+        self.engine_version = version
+        metrics = {f"sync/{name}": value for name, value in report.metrics.items()}
+        return Work(attempt=new_attempt(), metrics=metrics, policy_version=version)
+
+    async def export(self, i: int) -> Work:
+        """The model as a Hugging Face folder in the store."""
+        attempt = new_attempt()
+        prefix = f"{stage_prefix(self._config.run.id, i, 'checkpoint')}/hf-{attempt}"
+        dtype = self._config.train.precision
+        files = await self._trainer.export_hf(prefix, dtype)
+        folder = {"key_prefix": prefix, "files": [file.model_dump(mode="json") for file in files]}
+        return Work(attempt=attempt, extra={"checkpoint": folder})
+
+
+# --- what the actors are made of ----------------------------------------------------------------------
+
+
+async def gather_start(
+    plan: FleetPlan, engines: list[Any], worker: Any, start_state: str
+) -> tuple[list[str], Any, TrainerGroup]:
+    """Wait until every actor has come up."""
+    patience = plan.config.rollout.start_timeout_s
+    starts = [
+        call(engine.start.remote(str(START_VERSION)), deadline_s=patience + 30, what=f"engine {rank}")
+        for rank, engine in enumerate(engines)
+    ]
+    ready = call(worker.ping.remote(), deadline_s=CONTROL_DEADLINE_S, what="the rollout worker")
+    results = await asyncio.gather(
+        gather(*starts), ready, start_trainer(plan, start_state), return_exceptions=True
+    )
+    failed = [r for r in results if isinstance(r, BaseException)]
+    if failed:
+        if isinstance(results[2], TrainerGroup):
+            results[2].kill()
+        raise failed[0]
+    return results[0], results[1], results[2]  # type: ignore[return-value]
+
+
+async def start_trainer(plan: FleetPlan, start_state: str) -> TrainerGroup:
+    """The trainer's ranks with the starting model loaded."""
+    config = plan.config
+    group = await TrainerGroup.start(
+        TrainerSpec(
+            train=config.train,
+            algorithm=config.algorithm,
+            temperature=config.rollout.temperature,
+            seed=config.run.seed,
+            device="cuda" if plan.cuda else "cpu",
+            model_folder=str(plan.model_folder),
+            storage_root=config.storage.root,
+            storage_options=config.storage.options,
+            scratch=str(plan.scratch / "trainer"),
+            trust_remote_code=config.model.trust_remote_code,
+            timeout_s=config.train.deadline_s,
+        ),
+        world_size=config.world_size,
+        epoch=plan.epoch,
+        name=f"{config.run.id}/trainer/{plan.epoch}",
+        namespace=NAMESPACE,
+        num_gpus=trainer_gpus(config) if plan.cuda else 0.0,
+        deadline_s=config.train.deadline_s,
+    )
+    try:
+        await group.load(start_state)
+    except BaseException:
+        group.kill()
+        raise
+    return group
+
+
+def engine_spec(plan: FleetPlan) -> EngineSpec:
+    """What each engine is started with."""
+    rollout = plan.config.rollout
+    return EngineSpec(
+        engine=rollout.engine,
+        model_path=str(plan.model_folder),
+        log_dir=str(plan.local("logs") / f"epoch-{plan.epoch:04d}"),
+        dtype=plan.engine_dtype,
+        context_length=rollout.context_length,
+        max_running_requests=rollout.max_running_requests,
+        tensor_parallel=plan.config.cluster.rollout_num_gpus_per_engine,
+        random_seed=plan.config.run.seed,
+        start_timeout_s=rollout.start_timeout_s,
+        sglang=plan.config.sglang,
+    )
+
+
+def rollout_plan(plan: FleetPlan) -> RolloutPlan:
+    """What the rollout worker is made with."""
+    config = plan.config
+    return RolloutPlan(
+        run_id=config.run.id,
+        seed=config.run.seed,
+        root=config.storage.root,
+        options=config.storage.options,
+        model_folder=str(plan.model_folder),
+        model=config.model,
+        data=config.data,
+        rollout=config.rollout,
+        reward=config.reward,
+        filter=config.filter,
+        eval=config.eval,
+        num_gpus=config.cluster.rollout_num_gpus,
+    )
+
+
+def engine_gpus(config: RunConfig) -> float:
+    """GPUs of one engine; half of each where the trainer shares them."""
+    each = config.cluster.rollout_num_gpus_per_engine
+    return each * 0.5 if config.cluster.colocate else float(each)
+
+
+def trainer_gpus(config: RunConfig) -> float:
+    """GPUs of one trainer rank."""
+    return 0.5 if config.cluster.colocate else 1.0

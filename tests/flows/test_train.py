@@ -1,0 +1,72 @@
+"""`sluice train` from the command to the checkpoint, and what can be asked of the run afterwards."""
+
+import json
+from pathlib import Path
+
+import duckdb
+import pyarrow.parquet as pq
+from conftest import Sluice, short
+
+STAGES = ["rollout", "reward", "filter", "train", "weight_sync"]
+
+
+def test_a_run_goes_the_whole_way_and_can_be_asked(sluice: Sluice, tmp_path: Path) -> None:
+    config = short(tmp_path, iterations=4)
+    printed = sluice("train", str(config), "--run-id", "whole")
+    assert "4 iterations committed" in printed
+    assert "sluice verify whole" in printed
+
+    shown = sluice.json("show", "whole")
+    assert (shown["run_id"], shown["status"], shown["committed"]) == ("whole", "completed", 4)
+    assert len(shown["state_sha256"]) == 64
+    assert [m["iteration"] for m in shown["metrics"]] == [0, 1, 2, 3]
+    assert all(0 <= m["reward"] <= 1 and m["seconds"] > 0 for m in shown["metrics"])
+    assert "eval/greedy/pass@1" in shown["metrics"][2]
+
+    first = sluice.json("show", "whole", "--iter", "2")
+    assert list(first["stages"]) == [*STAGES, "evaluate", "checkpoint"]
+
+    assert sluice.json("verify", "whole")["ok"]
+    samples = sluice.json("samples", "whole", "--iter", "3", "--limit", "5")
+    assert len(samples) == 5
+    assert samples[0]["prompt"].endswith("=")
+    rows = sluice.json("sql", "select iteration, count(*) n from samples group by 1 order by 1")
+    assert rows == [{"iteration": i, "n": 64} for i in range(4)]
+    assert [r["run_id"] for r in sluice.json("runs")] == ["whole"]
+
+    plain_readers_open_every_part(sluice.root)
+    the_checkpoint_loads_and_differs(sluice.root / "runs" / "whole")
+    assert (sluice.root / "runs" / "whole" / "reward.png").read_bytes().startswith(b"\x89PNG")
+
+
+def plain_readers_open_every_part(root: Path) -> None:
+    parts = sorted(root.glob("runs/*/it/*/*/part-*.parquet"))
+    assert parts
+    for part in parts:
+        table = pq.read_table(part)
+        assert table.num_rows == duckdb.sql(f"select count(*) from '{part}'").fetchall()[0][0]
+
+
+def the_checkpoint_loads_and_differs(run: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = json.loads((run / "it" / "000003" / "checkpoint" / "_MANIFEST.json").read_bytes())
+    prefix = run.parent.parent / folder["extra"]["checkpoint"]["key_prefix"]
+    trained = AutoModelForCausalLM.from_pretrained(prefix)
+    start = AutoModelForCausalLM.from_pretrained(run / "model")
+    assert AutoTokenizer.from_pretrained(prefix).decode([5, 6]) != ""
+    pairs = zip(trained.parameters(), start.parameters(), strict=True)
+    assert any(not torch.equal(a, b) for a, b in pairs)
+
+
+def test_the_same_name_with_another_config_is_refused(sluice: Sluice, tmp_path: Path) -> None:
+    config = short(tmp_path, iterations=1)
+    sluice("train", str(config), "--run-id", "one")
+    before = sluice.json("show", "one")
+    said = sluice("train", str(config), "--run-id", "one", "--set", "train.lr=0.1", code=2)
+    assert "train.lr is 0.0005 there and 0.1 here" in said
+    assert sluice.json("show", "one") == before
+    # The same configuration is no error: there is nothing left to do.
+    sluice("train", str(config), "--run-id", "one")
+    assert sluice.json("show", "one") == before
