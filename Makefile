@@ -14,6 +14,7 @@ install: $(INSTALLED)
 
 $(INSTALLED):
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@echo "Installing the versions of constraints.txt into .venv: some minutes and 2 GB."
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,tracking]'
 	rm -f .venv/.installed-*
 	touch $@
@@ -37,4 +38,4 @@ bench: install
 
 clean:
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache build dist *.egg-info
-	find flows tasks rlcore tests examples benchmarks -name __pycache__ -prune -exec rm -rf {} +
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
