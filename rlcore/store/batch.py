@@ -13,6 +13,7 @@ Invariants:
 import bisect
 import hashlib
 import itertools
+import json
 import queue
 import threading
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,7 +24,7 @@ import pyarrow.parquet as pq
 
 from rlcore.errors import Corrupt, DataError, NotFound
 from rlcore.store.files import damage_text, find_damage
-from rlcore.store.manifest import FileRef
+from rlcore.store.manifest import FileRef, Manifest
 from rlcore.store.objects import Objects
 from rlcore.store.rows import samples_to_table, table_to_samples
 from rlcore.store.schema import SAMPLES, SCORES, SELECTION, check_schema
@@ -33,6 +34,7 @@ __all__ = [
     "SCORES",
     "SELECTION",
     "read_parts",
+    "read_samples",
     "read_table",
     "rows_to_table",
     "samples_to_table",
@@ -154,6 +156,60 @@ def read_parts(
     if not tables:
         return read_table(objects, refs[0], columns, [])
     return pa.concat_tables(tables).take([place[row] for row in rows])
+
+
+def read_samples(
+    objects: Objects, manifests: Mapping[str, Manifest], limit: int | None = None
+) -> list[dict[str, Any]]:
+    """The samples of an iteration as people look at them, in the order of the rollout.
+
+    Args:
+        objects: the store.
+        manifests: of the iteration's rollout, and of reward and filter as far as they are done.
+        limit: at most so many.
+
+    Returns:
+        Dicts of row, group_index, index, prompt_id, prompt (text or messages), response, label,
+        status, response_length, reward, reward_details, error, keep and reason.
+    """
+    files = manifests["rollout"].files
+    count = sum(file.rows for file in files)
+    rows = range(count if limit is None else min(limit, count))
+    shown = read_parts(objects, files, _SHOWN, rows).to_pylist()
+    for row, sample in enumerate(shown):
+        messages, detail = sample.pop("prompt_messages"), sample.pop("reward_dict")
+        if messages is not None:
+            sample["prompt"] = json.loads(messages)
+        if sample["label"] is not None:
+            sample["label"] = json.loads(sample["label"])
+        details = None if detail is None else json.loads(detail)
+        sample |= {"row": row, "reward_details": details, "error": None}
+        sample |= {"keep": True, "reason": None}
+    for stage, columns in (("reward", _SHOWN_SCORES), ("filter", ["reward", "keep", "reason"])):
+        if stage in manifests and rows:
+            narrow = read_parts(objects, manifests[stage].files, columns, rows).to_pylist()
+            for sample, more in zip(shown, narrow, strict=True):
+                details = more.pop("details", None)
+                sample |= more
+                if details is not None:
+                    sample["reward_details"] = json.loads(details)
+    return shown
+
+
+_SHOWN = [
+    "group_index",
+    "index",
+    "prompt_id",
+    "prompt",
+    "prompt_messages",
+    "response",
+    "response_length",
+    "label",
+    "status",
+    "reward",
+    "reward_dict",
+]
+_SHOWN_SCORES = ["reward", "status", "details", "error"]
 
 
 def _encode(table: pa.Table, sink: "_HashingSink") -> None:

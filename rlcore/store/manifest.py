@@ -6,13 +6,7 @@ Invariants:
 - A file that a manifest does not name does not exist, whatever lies in the folder.
 - A manifest of another schema version is refused, never guessed at.
 
-What the stages put into the open fields, and `sluice verify` (see `lineage`) relies on:
-- rollout: `cursor` = {epoch, offset, next_epoch, next_offset, size}, positions in the data plan
-  before and after this batch, `size` prompts an epoch; `policy_version`.
-- filter: one row a sample of the rollout with `keep`.
-- train: `extra` = {prev_state_id, state_id, samples, state}. `state_id` is `chain_state_id` of
-  what it was made from; `state` is None (it can be derived again) or {key_prefix, files:
-  [FileRef], model_sha256, optimizer_sha256}.
+What the stages put into the open fields is listed in `lineage`, which relies on it.
 """
 
 import hashlib

@@ -44,6 +44,11 @@ class RunStore:
         self._prefix = paths.run_prefix(run_id)
         self._last_seen = -1
 
+    @property
+    def url(self) -> str:
+        """Address of the run's folder."""
+        return self.objects.url(self._prefix)
+
     def create_run(self, record: Mapping[str, Any]) -> bool:
         """Write `run.json`, once.
 
@@ -118,7 +123,7 @@ class RunStore:
             return None
         manifest, ref = found
         self._refuse_other(manifest, ref, inputs, config_digest)
-        for file in self._named_files(manifest):
+        for file in named_files(self.objects, manifest):
             damage = find_damage(self.objects, file)
             if damage:
                 self._quarantine(iteration, stage, ref.sha256, damage)
@@ -260,17 +265,6 @@ class RunStore:
             return f"{where} is the manifest of another stage: {named}"
         return manifest, manifest.ref(key, data)
 
-    def _named_files(self, manifest: Manifest) -> list[FileRef]:
-        """All files that a manifest answers for.
-
-        Its parts, and the trainer state unless that was pruned.
-        """
-        files = list(manifest.files)
-        state = manifest.extra.get("state")
-        if state and not self.objects.exists(paths.pruned_key(state["key_prefix"])):
-            files += [FileRef.model_validate(file) for file in state["files"]]
-        return files
-
     def _refuse_other(
         self, manifest: Manifest, ref: StageRef, inputs: Mapping[str, str], config_digest: str
     ) -> None:
@@ -320,6 +314,21 @@ class RunStore:
             if digest in inputs.values() or (digest is None and stage in inputs):
                 reason = f"its input {stage} was quarantined"
                 self._quarantine(iteration, later, found[1].sha256, reason)
+
+
+def named_files(objects: Objects, manifest: Manifest) -> list[FileRef]:
+    """All files that a manifest answers for.
+
+    Its parts, and the folders among its extras ({key_prefix, files, ...}, such as the trainer's
+    state) that were not pruned.
+    """
+    files = list(manifest.files)
+    for folder in manifest.extra.values():
+        if not isinstance(folder, dict) or not {"key_prefix", "files"} <= folder.keys():
+            continue
+        if not objects.exists(paths.pruned_key(folder["key_prefix"])):
+            files += [FileRef.model_validate(file) for file in folder["files"]]
+    return files
 
 
 def run_ids(objects: Objects) -> list[str]:

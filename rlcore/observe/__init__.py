@@ -1,0 +1,1 @@
+"""Looking at runs: their history and figures, and SQL over all of them."""

@@ -1,0 +1,373 @@
+"""The proof that a run is whole: from the store alone, every digest, every prompt, every state.
+
+What a run must hold, and so what the stages put into their manifests:
+- `inputs` names stages of the same iteration by their names. `policy` is the weight sync that made
+  the policy: for rollout that of the iteration before, for other stages that of the same one.
+- rollout: `cursor` = {epoch, offset, next_epoch, next_offset, size}, where its prompts begin in the
+  data plan and where the next ones do; its groups, in the order of its rows, are exactly the
+  prompts between.
+- reward and filter: one row a sample of the rollout, in its order.
+- train: `inputs` are rollout, reward and filter; `extra` = {prev_state_id, state_id, samples,
+  state}. `samples` counts the samples trained on: kept, with a reward, not failed, not removed,
+  with a token to train on. `state_id` is `chain_state_id(prev_state_id, [sha of rollout, reward,
+  filter], digest)` with the manifest's `config_digest`, or `extra["chain_config_digest"]` if there
+  is one.
+- A folder of files in `extra`, such as `state`, is None or {key_prefix, files, ...}; if it was
+  removed on purpose, `_PRUNED.json` lies in its place.
+- `_COMMITTED.json` of iterations 0..n without a gap, each with the SHA-256 of its stages'
+  manifests.
+"""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from rlcore.errors import StoreError
+from rlcore.sample import Status
+from rlcore.store import paths
+from rlcore.store.batch import read_parts
+from rlcore.store.files import find_damage
+from rlcore.store.manifest import FileRef, Manifest, StageRef, chain_state_id
+from rlcore.store.objects import Objects
+from rlcore.store.run_store import RunStore, named_files
+
+_READERS = 8
+_Stages = dict[str, tuple[Manifest, StageRef]]
+
+
+@dataclass
+class VerifyReport:
+    """What was looked at, and what is wrong.
+
+    Attributes:
+        run_id: the run.
+        checks: what was checked, in words.
+        counts: how many of each thing were checked.
+        errors: one sentence a fault; none means that the run is whole.
+    """
+
+    run_id: str
+    checks: list[str] = field(default_factory=list)
+    counts: dict[str, int] = field(default_factory=dict)
+    errors: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.errors
+
+
+def verify_run(objects: Objects, run_id: str) -> VerifyReport:
+    """Check a whole run. Nothing is changed.
+
+    Raises:
+        NotFound: there is no such run.
+    """
+    store = RunStore(objects, run_id)
+    config = store.load_run().get("config", {})
+    verifier = _Verifier(store, config if isinstance(config, dict) else {})
+    verifier.run()
+    return verifier.report
+
+
+class _Verifier:
+    """One walk over the iterations, carrying what the next one must agree with."""
+
+    def __init__(self, store: RunStore, config: dict[str, Any]) -> None:
+        self.store = store
+        self.report = VerifyReport(
+            store.run_id,
+            checks=[
+                "every manifest and every file has the bytes that were committed",
+                "every stage was made from the stages that it names",
+                "every prompt was used exactly once an epoch, in the order of the data plan",
+                "every kept sample was trained on exactly once",
+                "the chain of trainer states is unbroken",
+                "iterations are committed without a gap",
+            ],
+            counts=dict.fromkeys(
+                ("iterations", "manifests", "files", "bytes", "prompts", "samples", "trained"), 0
+            )
+            | dict.fromkeys(("states_saved", "states_pruned", "quarantined"), 0),
+        )
+        self._prompts = _PromptOrder(config)
+        self._cursor: dict[str, Any] | None = None
+        self._state_id: str | None = None
+        self._before: _Stages = {}
+        self._epoch = 0
+
+    def run(self) -> None:
+        last = self.store.last_committed()
+        count = 0 if last is None else last + 1
+        for i in range(count):
+            self._iteration(i, self._committed_stages(i))
+            self.report.counts["iterations"] += 1
+        self._no_gap(count)
+        started = self._started_stages(count)
+        if started:
+            self._iteration(count, started)
+        prefix = paths.run_prefix(self.store.run_id)
+        self.report.counts["quarantined"] = sum(
+            "/_MANIFEST.bad-" in key for key in self.store.objects.list(f"{prefix}/it")
+        )
+
+    def _iteration(self, i: int, stages: _Stages) -> None:
+        for manifest, ref in stages.values():
+            self._files(i, manifest)
+            self._inputs(i, manifest, stages)
+            self.report.counts["manifests"] += 1
+            if manifest.epoch < self._epoch:
+                self._wrong(
+                    i,
+                    f"{ref.stage} was committed under epoch {manifest.epoch}, after a stage of "
+                    f"epoch {self._epoch}: a fenced driver wrote it",
+                )
+            self._epoch = max(self._epoch, manifest.epoch)
+        if "rollout" in stages:
+            self._rollout(i, stages["rollout"][0])
+        if "train" in stages:
+            self._train(i, stages)
+        self._before = stages
+
+    def _committed_stages(self, i: int) -> _Stages:
+        stages: _Stages = {}
+        try:
+            record = self.store.committed(i)
+        except StoreError as error:
+            self._wrong(i, str(error))
+            return stages
+        if record is None:
+            self._wrong(i, "it is not committed, but a later one is")
+            return stages
+        for name, stored in record.get("stages", {}).items():
+            try:
+                ref = StageRef.model_validate(stored)
+                stages[name] = self.store.manifest(ref), ref
+            except (StoreError, ValueError) as error:
+                self._wrong(i, f"{name}: {error}")
+        return _in_order(stages)
+
+    def _started_stages(self, i: int) -> _Stages:
+        stages: _Stages = {}
+        for name in paths.STAGES:
+            try:
+                found = self.store.stage(i, name)
+            except StoreError as error:
+                self._wrong(i, str(error))
+                continue
+            if found is not None:
+                stages[name] = found
+        return stages
+
+    def _no_gap(self, count: int) -> None:
+        prefix = paths.iteration_prefix(self.store.run_id, 0).rpartition("/")[0]
+        for name in self.store.objects.children(prefix):
+            if name.isdigit() and int(name) >= count:
+                key = paths.committed_key(self.store.run_id, int(name))
+                if self.store.objects.exists(key):
+                    self._wrong(count, f"it is not committed, but iteration {int(name)} is")
+
+    def _files(self, i: int, manifest: Manifest) -> None:
+        files = named_files(self.store.objects, manifest)
+
+        def damage(file: FileRef) -> str | None:
+            try:
+                return find_damage(self.store.objects, file)
+            except StoreError as error:
+                return str(error)
+
+        with ThreadPoolExecutor(_READERS) as pool:
+            for found in pool.map(damage, files):
+                if found:
+                    self._wrong(i, f"{manifest.stage}: {found}")
+        self.report.counts["files"] += len(files)
+        self.report.counts["bytes"] += sum(file.bytes for file in files)
+
+    def _inputs(self, i: int, manifest: Manifest, stages: _Stages) -> None:
+        for name, sha in manifest.inputs.items():
+            source = stages
+            stage = "weight_sync" if name == "policy" else name
+            if name == "policy" and manifest.stage == "rollout":
+                source = self._before
+            if stage not in source:
+                self._wrong(
+                    i, f"{manifest.stage} was made from {name}, of which there is no manifest"
+                )
+            elif source[stage][1].sha256 != sha:
+                self._wrong(
+                    i,
+                    f"{manifest.stage} was made from {name} {sha[:12]}, but that of the run is "
+                    f"{source[stage][1].sha256[:12]}",
+                )
+        if manifest.stage == "rollout" and i and "policy" not in manifest.inputs:
+            self._wrong(i, "rollout does not name the policy that it was made with")
+
+    def _rollout(self, i: int, manifest: Manifest) -> None:
+        table = self._read(i, manifest, ["prompt_id", "group_index"])
+        if table is None:
+            return
+        self.report.counts["samples"] += table.num_rows
+        prompts = _prompts_of(table)
+        self.report.counts["prompts"] += len(prompts)
+        cursor = manifest.cursor
+        if cursor is None:
+            self._wrong(i, "rollout has no cursor, so it cannot be told which prompts it used")
+            return
+        expected = (0, 0) if self._cursor is None else _end(self._cursor)
+        if (cursor["epoch"], cursor["offset"]) != expected:
+            self._wrong(
+                i,
+                f"rollout begins at epoch {cursor['epoch']}, offset {cursor['offset']}, but the "
+                "one "
+                f"before ended at epoch {expected[0]}, offset {expected[1]}: prompts were skipped "
+                "or repeated",
+            )
+        if self._cursor is not None and cursor["size"] != self._cursor["size"]:
+            self._wrong(
+                i, f"the data set has {cursor['size']} rows, before it had {self._cursor['size']}"
+            )
+        for fault in self._prompts.faults(cursor, prompts):
+            self._wrong(i, fault)
+        self._cursor = cursor
+
+    def _train(self, i: int, stages: _Stages) -> None:
+        manifest = stages["train"][0]
+        extra = manifest.extra
+        missing = {"prev_state_id", "state_id", "samples", "state"} - extra.keys()
+        if missing:
+            self._wrong(i, f"train says nothing of {', '.join(sorted(missing))}")
+            return
+        if self._state_id is not None and extra["prev_state_id"] != self._state_id:
+            self._wrong(
+                i,
+                f"train began with state {extra['prev_state_id'][:12]}, but the iteration before "
+                f"ended with {self._state_id[:12]}",
+            )
+        batch = [manifest.inputs.get(name, "") for name in ("rollout", "reward", "filter")]
+        digest = extra.get("chain_config_digest", manifest.config_digest)
+        if extra["state_id"] != chain_state_id(extra["prev_state_id"], batch, digest):
+            self._wrong(
+                i, "the state's id does not follow from the state before, the batch and the config"
+            )
+        self._state_id = extra["state_id"]
+        self._trained(i, extra["samples"], stages)
+        state = extra["state"]
+        if state:
+            pruned = self.store.objects.exists(paths.pruned_key(state["key_prefix"]))
+            self.report.counts["states_pruned" if pruned else "states_saved"] += 1
+
+    def _trained(self, i: int, trained: int, stages: _Stages) -> None:
+        tables = {}
+        for name, columns in _TRAINED_COLUMNS.items():
+            if name not in stages:
+                self._wrong(i, f"train was committed without {name}")
+                return
+            table = self._read(i, stages[name][0], columns)
+            if table is None:
+                return
+            tables[name] = table
+        count = tables["rollout"].num_rows
+        for name in ("reward", "filter"):
+            if tables[name]["row"].to_pylist() != list(range(count)):
+                self._wrong(i, f"{name} does not have one row a sample of the rollout, in order")
+                return
+        expected = int(_trainable(**tables).sum())
+        if trained != expected:
+            self._wrong(i, f"{trained} samples were trained on, but {expected} are to be")
+        self.report.counts["trained"] += trained
+
+    def _read(self, i: int, manifest: Manifest, columns: list[str]) -> pa.Table | None:
+        try:
+            return read_parts(self.store.objects, manifest.files, columns)
+        except (StoreError, ValueError) as error:
+            self._wrong(i, f"{manifest.stage}: {error}")
+            return None
+
+    def _wrong(self, i: int, fault: str) -> None:
+        sentence = f"iteration {i}: {fault}"
+        if sentence not in self.report.errors:
+            self.report.errors.append(sentence)
+
+
+class _PromptOrder:
+    """Checks prompts against the data plan: one row of the data set, one prompt, always."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self._seed = config.get("run", {}).get("seed")
+        self._shuffle = config.get("data", {}).get("shuffle")
+        self._id_of: dict[int, str] = {}
+        self._row_of: dict[str, int] = {}
+        self._used: dict[int, set[str]] = {}
+
+    def faults(self, cursor: dict[str, Any], prompts: list[str]) -> Iterator[str]:
+        """What is wrong with the prompts of one rollout."""
+        size = cursor["size"]
+        start = cursor["epoch"] * size + cursor["offset"]
+        count = cursor["next_epoch"] * size + cursor["next_offset"] - start
+        if count != len(prompts):
+            yield f"the cursor moved by {count} prompts, but the rollout has {len(prompts)}"
+            return
+        for place, prompt in enumerate(prompts, start):
+            epoch, offset = divmod(place, size)
+            used = self._used.setdefault(epoch, set())
+            if prompt in used:
+                yield f"prompt {prompt} was used twice in epoch {epoch}"
+            used.add(prompt)
+            row = self._row(size, epoch, offset)
+            if row is None:
+                continue
+            known = self._id_of.setdefault(row, prompt), self._row_of.setdefault(prompt, row)
+            if known != (prompt, row):
+                yield (
+                    f"the data plan has row {row} at epoch {epoch}, offset {offset}, which is "
+                    f"prompt {known[0]}, but the rollout used prompt {prompt}"
+                )
+        for epoch in [e for e in self._used if e < cursor["next_epoch"] - 1]:
+            del self._used[epoch]
+
+    def _row(self, size: int, epoch: int, offset: int) -> int | None:
+        if self._shuffle is None or self._seed is None:
+            return None
+        from rlcore.data.source import permutation
+
+        return int(permutation(size, self._seed, epoch)[offset]) if self._shuffle else offset
+
+
+_TRAINED_COLUMNS = {
+    "rollout": ["status", "remove_sample", "response_length", "loss_mask"],
+    "reward": ["row", "status"],
+    "filter": ["row", "reward", "keep"],
+}
+
+
+def _trainable(rollout: pa.Table, reward: pa.Table, filter: pa.Table) -> np.ndarray[Any, Any]:
+    """Which rows of a rollout are trained on: bool [rows]."""
+    masks = rollout["loss_mask"].to_pylist()
+    lengths = rollout["response_length"].to_pylist()
+    tokens = [n if m is None else np.count_nonzero(m) for m, n in zip(masks, lengths, strict=True)]
+    good = np.asarray(tokens, np.int64) > 0
+    for table in (rollout, reward):
+        good &= np.asarray([s != Status.FAILED for s in table["status"].to_pylist()], bool)
+    good &= ~np.asarray(rollout["remove_sample"].to_pylist(), bool)
+    good &= np.asarray([r is not None for r in filter["reward"].to_pylist()], bool)
+    good &= np.asarray(filter["keep"].to_pylist(), bool)
+    return good
+
+
+def _prompts_of(table: pa.Table) -> list[str]:
+    """The prompt of each group, in the order of the rows."""
+    groups = zip(table["group_index"].to_pylist(), table["prompt_id"].to_pylist(), strict=True)
+    return [prompt for _, prompt in dict.fromkeys(groups)]
+
+
+def _end(cursor: dict[str, Any]) -> tuple[int, int]:
+    return cursor["next_epoch"], cursor["next_offset"]
+
+
+def _in_order(stages: _Stages) -> _Stages:
+    known = {name: stages[name] for name in paths.STAGES if name in stages}
+    return known | stages
