@@ -162,12 +162,6 @@ def _check_prompt(prompt: object, params: SamplingParams, limits: Limits) -> int
             f"input messages and {wanted} tokens for the completion. Please reduce the number of "
             "tokens in the input messages or the completion to fit within the limit."
         )
-    for token in params.stop_token_ids:
-        if not 0 <= token < limits.vocab_size:
-            raise EngineError(
-                f"stop_token_ids holds {token}, outside the vocabulary of {limits.vocab_size} "
-                "tokens."
-            )
     return wanted
 
 

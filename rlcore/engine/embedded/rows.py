@@ -144,8 +144,9 @@ class Rows:
                 params.repetition_penalty,
             )
         if len(request.output) < params.min_new_tokens:
-            ends = set(np.flatnonzero(self._eos).tolist()) | params.stop_token_ids
-            logits[list(ends)] = float("-inf")
+            # Stop ids beyond the vocabulary are taken, as SGLang does: they never match.
+            stops = {token for token in params.stop_token_ids if 0 <= token < len(logits)}
+            logits[list(stops | set(np.flatnonzero(self._eos).tolist()))] = float("-inf")
 
     def _finish(
         self,

@@ -39,10 +39,10 @@ class ModelRunner:
         attention.register()
         self.device = torch.device(device)
         self.dtype = getattr(torch, dtype)
-        model = AutoModelForCausalLM.from_pretrained(
+        model: Any = AutoModelForCausalLM.from_pretrained(
             str(path), dtype=self.dtype, attn_implementation=attention.NAME, local_files_only=True
         )
-        self.model: Any = model
+        self.model = model
         self.model.to(self.device).eval().requires_grad_(False)
         self.config = model.config
         self.vocab_size = int(model.get_output_embeddings().weight.shape[0])

@@ -356,7 +356,8 @@ def _add_weights(app: FastAPI, service: Service) -> None:
         if body.get("load_format") != "safetensors":
             message = (
                 f"load_format {body.get('load_format')!r} is not offered by this engine, which "
-                'never loads pickles; send base64 of safetensors bytes with load_format "safetensors".'
+                "never loads pickles; send base64 of safetensors bytes with load_format "
+                "'safetensors'."
             )
             return _json({"success": False, "message": message}, 400)
         if len(blobs) != 1:
