@@ -17,6 +17,7 @@ from rlcore.sample import Sample
 LOAD_TIMEOUT_S = 300.0
 """Seconds that importing the user's module may take; a large library needs its time."""
 
+STDERR = 2
 MODULE = "rlcore.rollout.rewards.worker"
 Call = tuple[int, list[Sample]]
 """A call of the user's function: its number in the batch, and the samples it is about."""
@@ -38,6 +39,8 @@ class WorkerProcess:
                 [sys.executable, "-P", "-m", MODULE, str(theirs.fileno()), str(page)],
                 pass_fds=(theirs.fileno(), page),
                 stdin=subprocess.DEVNULL,
+                # What the function prints must not mix with what a command line reports.
+                stdout=STDERR,
                 env=_environment(),
             )
             self.progress = Progress(page)
@@ -70,10 +73,15 @@ class WorkerProcess:
                 f"reward.custom_rm_path: loading it took longer than {LOAD_TIMEOUT_S:g} s"
             )
 
-    def kill(self) -> str:
-        """End the process, if it has not ended, and say how it did; its messages stay readable."""
-        if self._process.poll() is None:
-            self._process.kill()
+    def kill(self, patience_s: float = 0.0) -> str:
+        """End the process and say how it ended; its messages stay readable.
+
+        Args:
+            patience_s: seconds in which it may end by itself.
+        """
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(patience_s)
+        self._process.kill()
         code = self._process.wait()
         if code < 0:
             with contextlib.suppress(ValueError):

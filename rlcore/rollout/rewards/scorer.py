@@ -161,7 +161,8 @@ class Scorer:
 
     def _lose(self, worker: WorkerProcess, batch: ScoringBatch, why: str | None) -> None:
         """Replace a worker that hung or crashed; blame the call it was at, repeat the others."""
-        how = worker.kill()
+        # One that hung up is about to end, and how it ends is what its samples' error says.
+        how = worker.kill(patience_s=2.0 if why is None else 0.0)
         while self._take(worker, batch):
             pass
         if not worker.ready:

@@ -1,0 +1,69 @@
+"""Figures of rollouts and evaluations."""
+
+from itertools import combinations
+
+import pytest
+
+from rlcore.config.tree import EvalDataset
+from rlcore.rollout.evaluate import eval_metrics
+from rlcore.rollout.metrics import pass_at_k, reward_metrics, rollout_metrics
+from rlcore.rollout.rewards.protocol import Score
+from rlcore.sample import Sample, Status
+
+
+def sample(length: int, group: int = 0, status: Status = Status.COMPLETED) -> Sample:
+    return Sample(
+        group_index=group,
+        tokens=[1] * (length + 2),
+        response_length=length,
+        status=status,
+        prefix_cache_info={"cached_tokens": 1, "total_prompt_tokens": 2},
+    )
+
+
+def test_rollout_figures() -> None:
+    batch = [sample(1), sample(3), sample(8, status=Status.TRUNCATED), sample(4)]
+    batch[1].loss_mask = [1, 0, 0]
+    found = rollout_metrics(batch, 2.0, num_gpus=4)
+    assert found["rollout/response_len/mean"] == (1 + 1 + 8 + 4) / 4
+    assert found["rollout/response_len/median"] == 2.5
+    assert (found["rollout/response_len/max"], found["rollout/response_len/min"]) == (8, 1)
+    assert found["rollout/truncated_ratio"] == 0.25
+    assert found["rollout/prefix_cache_hit_rate"] == 0.5
+    assert found["perf/tokens_per_gpu_per_sec"] == 16 / 2 / 4
+    assert found["perf/longest_sample_tokens_per_sec"] == 4.0
+
+
+def test_reward_figures_leave_out_what_has_no_reward() -> None:
+    found = reward_metrics([[1.0, 0.0], [0.5, None], [1.0, 1.0], [0.0, 0.0, None], [None]])
+    assert found["rollout/raw_reward"] == 3.5 / 7
+    assert found["rollout/exact"] == 3 / 7
+    assert found["reward/unscored"] == 3
+    assert found["rollout/zero_std/count_1.0"] == 1
+    assert found["rollout/zero_std/count_0.0"] == 1
+    assert found["rollout/zero_std/count"] == 2
+    assert reward_metrics([[None, None]]) == {"reward/unscored": 2.0}
+
+
+def test_pass_at_k_is_the_share_of_draws_with_a_right_answer() -> None:
+    for n in range(1, 7):
+        for correct in range(n + 1):
+            for k in range(1, n + 1):
+                draws = list(combinations(range(n), k))
+                share = sum(min(draw) < correct for draw in draws) / len(draws)
+                assert pass_at_k(n, correct, k) == pytest.approx(share)
+
+
+def test_evaluation_figures_count_solved_prompts() -> None:
+    config = EvalDataset(name="d", path="x", n_samples_per_eval_prompt=4, pass_threshold=0.5)
+    batch = [sample(2, group) for group in range(2) for _ in range(4)]
+    scores = [Score(r) for r in (1.0, 0.0, 0.0, 0.5)] + [Score(r) for r in (0.0, 0.0, 0.0)]
+    scores.append(Score(error="no"))
+    found = eval_metrics(config, batch, scores)
+    assert found["eval/d"] == 1.5 / 7
+    assert found["eval/d/exact"] == 1 / 7
+    assert found["eval/d/unscored"] == 1
+    assert found["eval/d/pass@1"] == (0.5 + 0.0) / 2
+    assert found["eval/d/pass@2"] == pytest.approx((5 / 6 + 0.0) / 2)
+    assert found["eval/d/pass@4"] == 1.0, "only the prompt with four scores can be asked for four"
+    assert "eval/d/pass@8" not in found
