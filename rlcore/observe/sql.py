@@ -29,8 +29,8 @@ from rlcore.store.schema import SAMPLES, SCORES, SELECTION
 
 _READERS = 16
 _KINDS = {"rollout": SAMPLES, "reward": SCORES, "filter": SELECTION}
-# File systems spell the root of a file's name in their own ways; the key is its end.
-_KEY = ".*(runs/[^/]+/it/.*)$"
+# Remote file systems spell the root of a file's name in their own ways; the key is its end.
+_KEY_OF_FILE = "regexp_extract(p.filename, '.*(runs/[^/]+/it/.*)$', 1)"
 _Stage = tuple[Manifest, StageRef]
 
 
@@ -118,12 +118,13 @@ def _create_parts(
     manifests: Iterable[Manifest],
 ) -> None:
     """View `{stage}_parts`: one stage's files of all iterations, with run_id, iteration, row."""
-    urls, keys, runs, iterations, starts = [], [], [], [], []
+    urls, names, runs, iterations, starts = [], [], [], [], []
+    on_disk = objects.local_path("x") is not None
     for manifest in manifests:
         start = 0
         for file in manifest.files if manifest.stage == stage else ():
-            urls.append(_address(objects, file.key))
-            keys.append(file.key)
+            urls.append(str(objects.local_path(file.key)) if on_disk else objects.url(file.key))
+            names.append(urls[-1] if on_disk else file.key)
             runs.append(manifest.run_id)
             iterations.append(manifest.iteration)
             starts.append(start)
@@ -132,7 +133,7 @@ def _create_parts(
         connection.register(f"{stage}_empty", _empty(schema))
         connection.execute(f"CREATE VIEW {stage}_parts AS FROM {stage}_empty")
         return
-    table = pa.table({"key": keys, "run_id": runs, "iteration": iterations, "start": starts})
+    table = pa.table({"name": names, "run_id": runs, "iteration": iterations, "start": starts})
     connection.register(f"{stage}_files", table)
     own = ", ".join(f'p."{name}"' for name in schema.names if name != "row")
     listed = ", ".join(_quoted(url) for url in urls)
@@ -140,13 +141,8 @@ def _create_parts(
         f"CREATE VIEW {stage}_parts AS SELECT f.run_id, f.iteration, "
         f"f.start + p.file_row_number AS row, {own} "
         f"FROM read_parquet([{listed}], filename = true, file_row_number = true) p "
-        f"JOIN {stage}_files f ON f.key = regexp_extract(p.filename, '{_KEY}', 1)"
+        f"JOIN {stage}_files f ON f.name = {'p.filename' if on_disk else _KEY_OF_FILE}"
     )
-
-
-def _address(objects: Objects, key: str) -> str:
-    path = objects.local_path(key)
-    return objects.url(key) if path is None else str(path)
 
 
 def _empty(schema: pa.Schema) -> pa.Table:
