@@ -3,6 +3,7 @@
 import ast
 import sys
 import tomllib
+from importlib.metadata import distribution
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -53,6 +54,25 @@ def test_every_requirement_of_the_cpu_set_is_pinned_inside_its_range() -> None:
     for requirement in [*REQUIRED, *EXTRAS["dev"], *EXTRAS["tracking"], *EXTRAS["megatron"]]:
         version = pinned[canonicalize_name(requirement.name)]
         assert requirement.specifier.contains(version), f"{requirement} does not admit {version}"
+
+
+def test_everything_that_is_installed_with_sluice_is_pinned() -> None:
+    pinned, seen = pins(), set[tuple[str, frozenset[str]]]()
+    todo = [*REQUIRED, *EXTRAS["dev"], *EXTRAS["tracking"]]
+    while todo:
+        requirement = todo.pop()
+        name, extras = canonicalize_name(requirement.name), frozenset(requirement.extras)
+        if (name, extras) in seen:
+            continue
+        seen.add((name, extras))
+        environments = [{"extra": extra} for extra in ("", *extras)]
+        todo += [
+            inner
+            for inner in map(Requirement, distribution(name).requires or [])
+            if inner.marker is None or any(inner.marker.evaluate(e) for e in environments)
+        ]
+    assert len(seen) > 150
+    assert {name for name, _ in seen} - set(pinned) == set()
 
 
 def test_pins_are_exact_plain_versions() -> None:
