@@ -6,8 +6,10 @@ import random
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -108,35 +110,116 @@ def shares(
     ]
 
 
-RunRanks = Callable[..., list[dict[str, Any]]]
+@pytest.fixture(scope="session")
+def toy() -> SimpleNamespace:
+    """The helpers above, for test modules."""
+    return SimpleNamespace(
+        write_model=write_model, random_sequences=random_sequences, shares=shares, vocab=VOCAB
+    )
+
+
+@pytest.fixture(scope="session")
+def process_group() -> Iterator[None]:
+    """torch.distributed of one rank within the test process."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 @pytest.fixture
-def run_ranks(tmp_path: Path, model_folder: Path) -> RunRanks:
-    """Trains on `world` processes; gives each rank's result."""
+def make_trainer(process_group: None, model_folder: Path) -> Callable[..., Any]:
+    """A loaded trainer of one rank; settings of `train.*` by keyword."""
+    from rlcore.train.fsdp.trainer import FsdpTrainer
 
-    def run(world: int, batches: list[list[TrainBatch]], **job: Any) -> list[dict[str, Any]]:
-        job_file = tmp_path / f"job-{world}-{len(list(tmp_path.iterdir()))}"
+    def make(
+        folder: Path = model_folder,
+        algorithm: AlgorithmConfig | None = None,
+        temperature: float = 1.0,
+        **settings: Any,
+    ) -> FsdpTrainer:
+        trainer = FsdpTrainer(
+            TrainConfig(**{"lr": 1e-2, "num_iterations": 4} | settings),
+            algorithm or AlgorithmConfig(),
+            temperature=temperature,
+            seed=0,
+            device="cpu",
+        )
+        trainer.load(folder, "start")
+        return trainer
+
+    return make
+
+
+class Ranks:
+    """Processes that form one trainer; they serve jobs until closed."""
+
+    def __init__(self, world: int, scratch: Path) -> None:
+        self._scratch = scratch
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        env = os.environ | {"PYTHONPATH": str(ROOT)}
+        worker = [sys.executable, str(Path(__file__).parent / "rank_worker.py")]
+        self._log = (scratch / f"ranks-{world}.log").open("w+")
+        self._ranks = [
+            subprocess.Popen(
+                [*worker, str(rank), str(world), str(port)],
+                env=env,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._log,
+                text=True,
+            )
+            for rank in range(world)
+        ]
+
+    def run(self, model: Path, batches: list[list[TrainBatch]], **job: Any) -> list[dict[str, Any]]:
+        """Trains the batches; each rank's result."""
+        file = self._scratch / f"job-{uuid.uuid4().hex}"
         full = {
-            "model": model_folder,
+            "model": model,
             "train": TrainConfig(lr=1e-2, num_iterations=4),
             "algorithm": AlgorithmConfig(),
             "batches": batches,
         }
-        job_file.write_bytes(pickle.dumps(full | job))
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        worker = [sys.executable, str(Path(__file__).parent / "rank_worker.py"), str(job_file)]
-        env = os.environ | {"PYTHONPATH": str(ROOT)}
-        ranks = [
-            subprocess.Popen(
-                [*worker, str(r), str(world), str(port)], env=env, stderr=subprocess.PIPE
-            )
-            for r in range(world)
-        ]
-        errors = [rank.communicate(timeout=120)[1].decode() for rank in ranks]
-        assert all(rank.returncode == 0 for rank in ranks), "\n".join(errors)
-        return [pickle.loads(Path(f"{job_file}.{r}").read_bytes()) for r in range(world)]
+        file.write_bytes(pickle.dumps(full | job))
+        for rank in self._ranks:
+            assert rank.stdin is not None
+            rank.stdin.write(f"{file}\n")
+            rank.stdin.flush()
+        for rank in self._ranks:
+            assert rank.stdout is not None
+            said = rank.stdout.readline()
+            assert said == "done\n", Path(self._log.name).read_text()[-3000:]
+        return [pickle.loads(Path(f"{file}.{r}").read_bytes()) for r in range(len(self._ranks))]
 
-    return run
+    def close(self) -> None:
+        """Ends the processes."""
+        for rank in self._ranks:
+            assert rank.stdin is not None
+            rank.stdin.close()
+        for rank in self._ranks:
+            rank.wait(timeout=30)
+        self._log.close()
+
+
+def _ranks(world: int, scratch: Path) -> Iterator[Ranks]:
+    ranks = Ranks(world, scratch)
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture(scope="session")
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    """A trainer of one rank in another process."""
+    yield from _ranks(1, tmp_path_factory.mktemp("one"))
+
+
+@pytest.fixture(scope="session")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    """A trainer of two ranks."""
+    yield from _ranks(2, tmp_path_factory.mktemp("two"))
