@@ -15,15 +15,20 @@ from rlcore.errors import ConfigError, DataError, NotFound, PluginError, SluiceE
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 3
 
-app = App(name="sluice", help="Train language models by reinforcement learning; kill it anywhere, lose nothing.")
+app = App(
+    name="sluice",
+    help="Train language models by reinforcement learning; kill it anywhere, lose nothing.",
+)
 config_app = App(name="config", help="Look at the configuration.")
 app.command(config_app)
 
 Sets = Annotated[
-    tuple[str, ...], Parameter(name="--set", help="A setting as section.key=value; may be given again.")
+    tuple[str, ...],
+    Parameter(name="--set", help="A setting as section.key=value; may be given again."),
 ]
 Root = Annotated[
-    str | None, Parameter(help="Folder or URL of all runs. Default: $SLUICE_ROOT, else ./sluice-data.")
+    str | None,
+    Parameter(help="Folder or URL of all runs. Default: $SLUICE_ROOT, else ./sluice-data."),
 ]
 Json = Annotated[bool, Parameter(name="--json", negative="", help="Print JSON.")]
 RunName = Annotated[str, Parameter(help="Name of the run.")]
@@ -35,7 +40,9 @@ def train(
     *,
     set: Sets = (),
     root: Root = None,
-    run_id: Annotated[str | None, Parameter(help="Name of the run. Default: made from the time.")] = None,
+    run_id: Annotated[
+        str | None, Parameter(help="Name of the run. Default: made from the time.")
+    ] = None,
     json: Json = False,
 ) -> int:
     """Start a run, or go on with the one of the same name and configuration."""
@@ -71,7 +78,9 @@ def runs(*, root: Root = None, json: Json = False) -> None:
 def show(
     run: RunName,
     *,
-    iter: Annotated[int | None, Parameter(help="One iteration: its stages, files and metrics.")] = None,
+    iter: Annotated[
+        int | None, Parameter(help="One iteration: its stages, files and metrics.")
+    ] = None,
     root: Root = None,
     json: Json = False,
 ) -> None:
@@ -101,7 +110,9 @@ def samples(
 
 @app.command
 def verify(run: RunName, *, root: Root = None, json: Json = False) -> int:
-    """Check every digest, that each prompt was trained on once and in order, and the chain of states."""
+    """Check every digest, that each prompt was trained on once and in order, and the chain of
+    states.
+    """
     from flows.inspect import verify_run_command
 
     return 0 if verify_run_command(root_of(root), run, as_json=json) else FAILED
@@ -109,7 +120,9 @@ def verify(run: RunName, *, root: Root = None, json: Json = False) -> int:
 
 @app.command
 def sql(
-    query: Annotated[str, Parameter(help="A SELECT over the views samples, iterations and stages.")],
+    query: Annotated[
+        str, Parameter(help="A SELECT over the views samples, iterations and stages.")
+    ],
     *,
     root: Root = None,
     json: Json = False,

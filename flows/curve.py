@@ -37,13 +37,15 @@ def render(run_id: str, rows: list[dict[str, float]]) -> bytes:
 
     figure, axes = pyplot.subplots(figsize=(7, 4), dpi=130)
     x = [r["iteration"] + 1 for r in rows]
-    for name, label, style in (
-        ("rollout/raw_reward", "mean reward", {"color": "#1f6feb", "linewidth": 2}),
-        ("rollout/exact", "reward of 1 or more", {"color": "#2da44e", "linewidth": 1.5}),
+    for name, label, color in (
+        ("rollout/raw_reward", "mean reward", "#1f6feb"),
+        ("rollout/exact", "reward of 1 or more", "#2da44e"),
     ):
         if any(name in r for r in rows):
-            axes.plot(x, [r.get(name, float("nan")) for r in rows], label=label, **style)
-    for name in sorted({k for r in rows for k in r if k.startswith("eval/") and k.endswith("/reward")}):
+            axes.plot(x, [r.get(name, float("nan")) for r in rows], label=label, color=color)
+    for name in sorted(
+        {k for r in rows for k in r if k.startswith("eval/") and k.endswith("/reward")}
+    ):
         points = [(r["iteration"] + 1, r[name]) for r in rows if name in r]
         label = f"eval {name.removeprefix('eval/').removesuffix('/reward')}"
         axes.plot(*zip(*points, strict=True), "o", markersize=4, alpha=0.8, label=label)

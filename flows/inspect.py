@@ -18,7 +18,8 @@ from rlcore.store.manifest import Manifest, StageRef
 from rlcore.store.objects import Objects
 from rlcore.store.run_store import RunStore, run_ids
 
-out = Console(highlight=False, soft_wrap=True)
+# What goes into a file or a pipe is not cut to a terminal's width.
+out = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 240)
 SHOWN_ROWS = 20
 
 
@@ -29,9 +30,16 @@ def list_runs(root: str, *, as_json: bool) -> None:
     for run_id in run_ids(objects):
         store = RunStore(objects, run_id)
         last = store.last_committed()
-        committed, total = (0 if last is None else last + 1), store.load_run()["config"]["train"]["num_iterations"]
+        committed, total = (
+            (0 if last is None else last + 1),
+            store.load_run()["config"]["train"]["num_iterations"],
+        )
         status, message = status_of(objects, run_id, committed, total)
-        reward = (store.committed(last) or {})["metrics"].get("rollout/raw_reward") if last is not None else None
+        reward = (
+            (store.committed(last) or {})["metrics"].get("rollout/raw_reward")
+            if last is not None
+            else None
+        )
         rows.append(
             {
                 "run_id": run_id,
@@ -56,13 +64,18 @@ def show_run(root: str, run_id: str, *, as_json: bool) -> None:
     if as_json:
         print_json(dataclasses.asdict(summary))
         return
-    out.print(f"[bold]{run_id}[/bold]  {summary.status}, {summary.committed} of {summary.total} iterations committed")
+    out.print(
+        f"[bold]{run_id}[/bold]  {summary.status}, "
+        f"{summary.committed} of {summary.total} iterations committed"
+    )
     if summary.message:
         out.print(summary.message, markup=False)
     if summary.state_sha256:
         out.print(f"state sha256 {summary.state_sha256}")
     step = max(1, -(-len(summary.metrics) // SHOWN_ROWS))
-    picked = [m for n, m in enumerate(summary.metrics) if n % step == 0 or n == len(summary.metrics) - 1]
+    picked = [
+        m for n, m in enumerate(summary.metrics) if n % step == 0 or n == len(summary.metrics) - 1
+    ]
     if picked:
         out.print(table_of([headline(m) for m in picked]))
     if checkpoint := last_checkpoint(root, run_id):
@@ -128,9 +141,12 @@ def show_samples(root: str, run_id: str, iteration: int, *, limit: int, as_json:
         body = Text.assemble((prompt, "dim"), (row["response"], "bold"))
         reward = "failed" if row["reward"] is None else f"{row['reward']:.3f}"
         kept = "" if row["keep"] else f", dropped: {row['reason']}"
-        title = f"{row['index']}  reward {reward}  {row['status']}, {row['response_length']} tokens{kept}"
+        length = f"{row['status']}, {row['response_length']} tokens"
+        title = f"{row['index']}  reward {reward}  {length}{kept}"
         subtitle = f"label {row['label']}" if row["label"] is not None else None
-        out.print(Panel(body, title=title, subtitle=subtitle, title_align="left", subtitle_align="left"))
+        out.print(
+            Panel(body, title=title, subtitle=subtitle, title_align="left", subtitle_align="left")
+        )
 
 
 def verify_run_command(root: str, run_id: str, *, as_json: bool) -> bool:
@@ -144,9 +160,13 @@ def verify_run_command(root: str, run_id: str, *, as_json: bool) -> bool:
     for name, count in report.counts.items():
         out.print(f"{name}: {count}", markup=False)
     for error in report.errors:
-        out.print(f"[red]wrong[/red] ", end="")
+        out.print("[red]wrong[/red] ", end="")
         out.print(error, markup=False)
-    out.print(f"[green]{run_id} is whole[/green]" if report.ok else f"[red]{len(report.errors)} faults[/red]")
+    out.print(
+        f"[green]{run_id} is whole[/green]"
+        if report.ok
+        else f"[red]{len(report.errors)} faults[/red]"
+    )
     return report.ok
 
 
@@ -187,7 +207,7 @@ def show_schema() -> None:
     print_json(RunConfig.model_json_schema())
 
 
-# --- shared ---------------------------------------------------------------------------------------------
+# --- shared -------------------------------------------------------------------------------------
 
 
 def committed_record(store: RunStore, iteration: int) -> dict[str, Any]:
@@ -201,7 +221,9 @@ def committed_record(store: RunStore, iteration: int) -> dict[str, Any]:
     if record is None:
         last = store.last_committed()
         there = "none is" if last is None else f"0 to {last} are"
-        raise NotFound(f"run {store.run_id} has no committed iteration {iteration}; {there} committed")
+        raise NotFound(
+            f"run {store.run_id} has no committed iteration {iteration}; {there} committed"
+        )
     return record
 
 
@@ -223,7 +245,9 @@ def table_of(rows: list[dict[str, Any]], names: list[str] | None = None) -> Tabl
     names = names or (list(rows[0]) if rows else [])
     for name in names:
         numeric = all(isinstance(r[name], int | float | None) for r in rows)
-        table.add_column(name, justify="right" if numeric else "left", overflow="fold")
+        table.add_column(
+            name, justify="right" if numeric else "left", no_wrap=numeric, overflow="fold"
+        )
     for r in rows:
         table.add_row(*(cell(r[name]) for name in names))
     return table
@@ -241,7 +265,11 @@ def cell(value: Any) -> Text:
 def toml_value(value: Any) -> str:
     """A value as TOML writes it."""
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{k} = {toml_value(v)}" for k, v in value.items() if v is not None) + "}"
+        return (
+            "{"
+            + ", ".join(f"{k} = {toml_value(v)}" for k, v in value.items() if v is not None)
+            + "}"
+        )
     if isinstance(value, list):
         return "[" + ", ".join(toml_value(v) for v in value) + "]"
     return json.dumps(value, ensure_ascii=False)
@@ -251,5 +279,3 @@ def print_json(value: Any) -> None:
     """A value as JSON on standard output."""
     json.dump(value, sys.stdout, indent=2, default=str)
     print()
-
-

@@ -28,7 +28,13 @@ async def iteration(run_id: str, i: int) -> IterationRef:
     state = await train(run_id, i, rollout=batch, reward=scores, filter=chosen)
     policy = await weight_sync(run_id, i, train=state)
 
-    stages = {"rollout": batch, "reward": scores, "filter": chosen, "train": state, "weight_sync": policy}
+    stages = {
+        "rollout": batch,
+        "reward": scores,
+        "filter": chosen,
+        "train": state,
+        "weight_sync": policy,
+    }
     if run.eval_due(i):
         stages["evaluate"] = await evaluate(run_id, i, policy=policy)
     if run.checkpoint_due(i):

@@ -1,4 +1,6 @@
-"""Run a training in this process: check it, give it a Prefect server, show its progress, sum it up."""
+"""Run a training in this process: check it, give it a Prefect server, show its progress, sum it
+up.
+"""
 
 import asyncio
 import json
@@ -16,7 +18,8 @@ from flows.server import start_server, stop, wait_healthy
 from rlcore.config import RunConfig, with_sets
 from rlcore.errors import SluiceError
 
-FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 3
+FAILED, INTERRUPTED = 1, 3
+DRAIN_S = 5
 
 
 def run_training(config: RunConfig, *, root: str | None, as_json: bool) -> int:
@@ -110,8 +113,19 @@ def private_prefect(config: RunConfig, shown: Any) -> Iterator[None]:
         shown.prefect(url, own=True)
         yield
     finally:
+        drain_prefect()
         del os.environ["PREFECT_API_URL"]
         stop(process)
+
+
+def drain_prefect() -> None:
+    """Send what this process still has to say to the server, before that goes away."""
+    if "prefect.logging.handlers" in sys.modules:
+        from prefect.events.worker import EventsWorker
+        from prefect.logging.handlers import APILogWorker
+
+        APILogWorker.drain_all(timeout=DRAIN_S)
+        EventsWorker.drain_all(timeout=DRAIN_S)
 
 
 def _leave_ray() -> None:

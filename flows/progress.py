@@ -1,10 +1,11 @@
-"""What the terminal shows of a run: where to look, a line for what happened, and a summary at the end."""
+"""What the terminal shows of a run: where to look, a line for what happened, and a summary at the
+end.
+"""
 
 import time
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
 from rlcore.config import RunConfig
 from rlcore.run import IterationRef, Run
@@ -29,7 +30,8 @@ class Progress:
         self._out.print(f"[bold]{config.run.id}[/bold] in {config.storage.root}")
         self._out.print(
             f"{config.train.num_iterations} iterations of {rollout.rollout_batch_size} prompts x "
-            f"{rollout.n_samples_per_prompt} samples, {config.num_engines} {rollout.engine} engine(s), "
+            f"{rollout.n_samples_per_prompt} samples, "
+            f"{config.num_engines} {rollout.engine} engine(s), "
             f"{config.world_size} {config.train.backend} rank(s)"
         )
 
@@ -44,20 +46,28 @@ class Progress:
         if self._first is None:
             self._first = now - done.metrics["seconds"]
             self._first_iteration = done.iteration
-            self._out.print(f"first iteration began {self._first - self._began:.1f} s after the command")
-            self._out.print("iteration   reward    exact  tokens/s  s/iteration  time left", style="dim")
+            self._out.print(
+                f"first iteration began {self._first - self._began:.1f} s after the command"
+            )
+            self._out.print(
+                "iteration   reward    exact  tokens/s  s/iteration  time left", style="dim"
+            )
         self._last = done
         total = self._config.train.num_iterations
-        last = done.iteration + 1 == total
-        if now - self._said < LINE_INTERVAL_S and not last and done.iteration != self._first_iteration:
+        left = total - done.iteration - 1
+        if (
+            now - self._said < LINE_INTERVAL_S
+            and not last
+            and done.iteration != self._first_iteration
+        ):
             return
         self._said = now
         m = done.metrics
         each = (now - self._first) / (done.iteration + 1 - self._first_iteration)
         self._out.print(
-            f"{done.iteration + 1:5d}/{total:<5d}{_figure(m, 'rollout/raw_reward')}{_figure(m, 'rollout/exact')}"
-            f"{m.get('perf/tokens_per_s', 0):10.0f}{each:13.2f}{_clock(each * (total - done.iteration - 1)):>11}"
-            + _evals(m)
+            f"{done.iteration + 1:5d}/{total:<5d}"
+            f"{_figure(m, 'rollout/raw_reward')}{_figure(m, 'rollout/exact')}"
+            f"{m['perf/tokens_per_s']:10.0f}{each:13.2f}{_clock(each * left):>11}" + _evals(m)
         )
 
     def interrupted(self) -> None:
@@ -67,7 +77,9 @@ class Progress:
     def failed(self, error: Exception) -> None:
         """Say what failed and how to go on."""
         self._err.print(f"error: {error}", markup=False)
-        self._err.print(f"what was committed is kept; mend it and go on with: {self._command('resume')}")
+        self._err.print(
+            f"what was committed is kept; mend it and go on with: {self._command('resume')}"
+        )
 
     def summary(self) -> None:
         """Where things are, and the commands to look further."""
@@ -76,26 +88,27 @@ class Progress:
 
         config = self._config
         run, root = config.run.id, config.storage.root
-        table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-        table.add_row("took", _clock(time.perf_counter() - self._began))
+        facts = {"took": _clock(time.perf_counter() - self._began)}
         if self._last is not None:
-            m = self._last.metrics
-            table.add_row("reward", f"{m.get('rollout/raw_reward', float('nan')):.3f} in the last iteration")
-        table.add_row("artifacts", f"{root}/runs/{run}")
+            facts["reward"] = (
+                f"{self._last.metrics['rollout/raw_reward']:.3f} in the last iteration"
+            )
+        facts["artifacts"] = f"{root}/runs/{run}"
         if checkpoint := last_checkpoint(root, run):
-            table.add_row("model", str(checkpoint))
+            facts["model"] = str(checkpoint)
         if curve := draw_curve(root, run):
-            table.add_row("reward curve", str(curve))
+            facts["reward curve"] = str(curve)
         self._out.print()
         self._out.print(f"[bold]{run}: {config.train.num_iterations} iterations committed[/bold]")
-        self._out.print(table)
+        for name, fact in facts.items():
+            self._out.print(f"  {name:14}{fact}", markup=False)
         self._out.print("look further:")
         for text in (
             self._command("show"),
             self._command("samples") + f" --iter {config.train.num_iterations - 1}",
             self._command("verify"),
-            f"sluice sql{self._root_option()} "
-            f"\"select iteration, avg(reward) from samples where run_id='{run}' group by 1 order by 1\"",
+            f'sluice sql{self._root_option()} "select iteration, avg(reward) from samples '
+            f"where run_id = '{run}' group by 1 order by 1\"",
         ):
             self._out.print(f"  {text}", markup=False)
 
@@ -112,7 +125,9 @@ def _figure(metrics: dict[str, float], name: str) -> str:
 
 
 def _evals(metrics: dict[str, float]) -> str:
-    shown = [f"{k.removeprefix('eval/')} {v:.2f}" for k, v in sorted(metrics.items()) if _is_headline(k)]
+    shown = [
+        f"{k.removeprefix('eval/')} {v:.2f}" for k, v in sorted(metrics.items()) if _is_headline(k)
+    ]
     return "   " + ", ".join(shown) if shown else ""
 
 

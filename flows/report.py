@@ -50,7 +50,10 @@ class Reporter:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if self._rows and error is None:
             await self._write()
@@ -82,7 +85,9 @@ class Reporter:
             else:
                 await aupdate_progress_artifact(self._progress, progress=100 * done / total)
             await acreate_table_artifact(
-                table=self._rows, key=f"{self._key}-metrics", description=f"Latest iterations of {self._run.id}"
+                table=self._rows,
+                key=f"{self._key}-metrics",
+                description=f"Latest iterations of {self._run.id}",
             )
         except Exception as error:
             log.warning("Prefect did not take the artifacts of iteration %d: %s", done - 1, error)

@@ -1,4 +1,6 @@
-"""A private Prefect server: SQLite under the run root, a free port, ended with the process that made it."""
+"""A private Prefect server: SQLite under the run root, a free port, ended with the process that
+made it.
+"""
 
 import os
 import subprocess
@@ -53,9 +55,24 @@ def start_server(home: Path, port: int | None = None) -> tuple[subprocess.Popen[
     }
     env.pop("PREFECT_API_URL", None)
     with (home / "server.log").open("ab") as log:
-        argv = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
+        argv = [
+            sys.executable,
+            "-m",
+            "prefect",
+            "server",
+            "start",
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(port),
+        ]
         process = subprocess.Popen(
-            argv, env=env, stdout=log, stderr=log, start_new_session=True, preexec_fn=DieWithParent(os.getpid())
+            argv,
+            env=env,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            preexec_fn=DieWithParent(os.getpid()),
         )
     return process, url
 
@@ -87,4 +104,3 @@ def stop(process: subprocess.Popen[bytes]) -> None:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-

@@ -35,7 +35,9 @@ async def rl_train(config: RunConfig) -> dict[str, Any]:
             await wait_for_api(client)
             done = await iteration(run.id, i)
             if done.iteration != i:
-                raise Conflict(f"Prefect returned iteration {done.iteration} for iteration {i}; retry the run")
+                raise Conflict(
+                    f"Prefect returned iteration {done.iteration} for iteration {i}; retry the run"
+                )
             metrics = done.metrics
             await report.iteration(done)
             await drain(client, run)
@@ -59,8 +61,8 @@ async def wait_for_api(client: PrefectClient) -> None:
 async def drain(client: PrefectClient, run: Run) -> None:
     """Wait until the server has recorded the iteration's last task run.
 
-    On SQLite the next subflow would otherwise meet the recorder's transaction, be answered 503, and sleep
-    two seconds in the client's back-off.
+    On SQLite the next subflow would otherwise meet the recorder's transaction, be answered 503, and
+    sleep two seconds in the client's back-off.
     """
     if run.last_task_run is None:
         return

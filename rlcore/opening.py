@@ -14,9 +14,8 @@ from rlcore.cluster.fleet import Fleet, FleetPlan
 from rlcore.config import RunConfig, build_config, config_digest
 from rlcore.errors import ConfigError, Conflict
 from rlcore.run import Run, forget, set_current
-from rlcore.starting_model import model_digest, starting_model
 from rlcore.store.lease import Lease
-from rlcore.store.manifest import canonical_json, chain_state_id, sha256_hex
+from rlcore.store.manifest import canonical_json
 from rlcore.store.objects import Objects
 from rlcore.store.paths import outcome_key
 from rlcore.store.run_store import RunStore
@@ -41,11 +40,9 @@ async def open_run(config: RunConfig) -> AsyncIterator[Run]:
     try:
         connected = ray_session.connect(config.cluster.ray_address)
         try:
-            model = starting_model(store.objects, config.run.id, config.model, config.run.seed, scratch)
-            start_id = start_state_id(store, config)
-            plan = FleetPlan(config, store, lease.epoch, model, scratch)
-            async with Fleet.start(plan, start_id) as fleet:
-                run = Run(config, store, lease, fleet, start_id)
+            plan = FleetPlan(config, store, lease.epoch, scratch)
+            async with Fleet.start(plan) as fleet:
+                run = Run(config, store, lease, fleet)
                 set_current(run)
                 try:
                     yield run
@@ -101,7 +98,8 @@ def check_same(config: RunConfig, record: dict[str, Any]) -> None:
         for section, keys in config.model_dump().items()
         if isinstance(keys, dict)
         for key, mine in keys.items()
-        if (theirs := getattr(getattr(other, section), key, None)) != getattr(getattr(config, section), key, None)
+        if (theirs := getattr(getattr(other, section), key, None))
+        != getattr(getattr(config, section), key, None)
         and section not in ("storage", "cluster")
     ]
     raise ConfigError(
@@ -121,12 +119,6 @@ def existing_config(root: str, run_id: str, options: dict[str, Any] | None = Non
     tree = record["config"]
     tree["storage"] |= {"root": root} | ({"options": options} if options else {})
     return build_config(tree)
-
-
-def start_state_id(store: RunStore, config: RunConfig) -> str:
-    """The id of the state before the first iteration."""
-    source = model_digest(store.objects, config.run.id, config.model)
-    return chain_state_id("start", [sha256_hex(source.encode())], config_digest(config, "run", "model"))
 
 
 def put_outcome(store: RunStore, status: str, message: str, epoch: int) -> None:

@@ -1,7 +1,7 @@
 """Everything that can be found wrong before a run starts, found before anything is written.
 
-Each check raises an error that names the setting, file or row. The reward function is tried on one row,
-since a function that raises or hangs would otherwise be found only after the first rollout.
+Each check raises an error that names the setting, file or row. The reward function is tried on one
+row, since a function that raises or hangs would otherwise be found only after the first rollout.
 """
 
 import json
@@ -34,7 +34,8 @@ def check_root(config: RunConfig) -> None:
     root = config.storage.root
     if root.startswith("memory://"):
         raise ConfigError(
-            f"storage.root = {root!r}: memory:// lives in one process, and a run has many; use a folder or s3://"
+            f"storage.root = {root!r}: memory:// lives in one process, and a run has many; "
+            "use a folder or s3://"
         )
     try:
         store = open_store(config)
@@ -55,16 +56,23 @@ def check_model(model: ModelConfig) -> None:
         return
     folder = Path(model.path)
     if not folder.is_dir():
-        raise ConfigError(f"model.path = {model.path!r} is not a folder; download or convert the model first")
+        raise ConfigError(
+            f"model.path = {model.path!r} is not a folder; download or convert the model first"
+        )
     config = folder / "config.json"
     if not config.exists():
-        raise ConfigError(f"model.path = {model.path!r} holds no config.json; it must be a Hugging Face folder")
+        raise ConfigError(
+            f"model.path = {model.path!r} holds no config.json; it must be a Hugging Face folder"
+        )
     try:
         json.loads(config.read_text())
     except ValueError as error:
         raise ConfigError(f"{config} is not valid JSON: {error}") from None
     if not any(folder.glob("*.safetensors")):
-        raise ConfigError(f"model.path = {model.path!r} holds no *.safetensors file; save it with safe_serialization")
+        raise ConfigError(
+            f"model.path = {model.path!r} holds no *.safetensors file; "
+            "convert its weights to that format"
+        )
 
 
 def check_data(config: RunConfig) -> None:
@@ -102,6 +110,6 @@ def check_reward(config: RunConfig) -> None:
         try_reward(config.reward, sample)
     except RewardError as error:
         raise PluginError(
-            f"reward.custom_rm_path = {config.reward.custom_rm_path!r} failed its trial on an empty response "
-            f"to the first prompt: {error}"
+            f"reward.custom_rm_path = {config.reward.custom_rm_path!r} failed its trial "
+            f"on an empty response to the first prompt: {error}"
         ) from None

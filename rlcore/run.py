@@ -2,10 +2,10 @@
 
 Invariants:
 - What is done is what the store says. This object holds caches of it and nothing else that matters.
-- `ensure_trainer(i)` and `ensure_engines(v)` bring the actors to a named state whatever they hold, by
-  reloading and by replaying committed batches; nothing is generated twice for it.
-- Training is identified by a chain: the state's id after iteration i is a digest of the id before it, of
-  the batch and of the training settings.
+- `ensure_trainer(i)` and `ensure_engines(v)` bring the actors to a named state whatever they hold,
+  by reloading and by replaying committed batches; nothing is generated twice for it.
+- Training is identified by a chain: the state's id after iteration i is a digest of the id before
+  it, of the batch and of the training settings.
 """
 
 import time
@@ -25,6 +25,8 @@ from rlcore.train.batch import BatchFiles
 from rlcore.work import Work
 
 SECONDS = "seconds"
+TRAIN_SECTIONS = ("run", "model", "algorithm", "train")
+"""What a training step depends on, beside its batch."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,6 @@ class Run:
     store: RunStore
     lease: Lease
     fleet: Fleet
-    start_state_id: str
     last_task_run: uuid.UUID | None = None
     """The newest Prefect task run, for whoever must wait until the server has seen it."""
     _timings: dict[tuple[int, str], Timing] = field(default_factory=dict)
@@ -63,7 +64,8 @@ class Run:
         """The run's name."""
         return self.config.run.id
 
-    # --- what the store says ------------------------------------------------------------------------
+    # --- what the store says
+    # ------------------------------------------------------------------------
 
     def first_uncommitted(self) -> int:
         """The iteration to go on with."""
@@ -108,9 +110,10 @@ class Run:
 
     def state_id_before(self, i: int) -> str:
         """The id of the trainer's state before iteration i."""
-        return str(self.stage(i - 1, "train").extra["state_id"]) if i else self.start_state_id
+        return str(self.stage(i - 1, "train").extra["state_id"]) if i else self.fleet.start_state
 
-    # --- bringing the actors to a state ---------------------------------------------------------------
+    # --- bringing the actors to a state
+    # ---------------------------------------------------------------
 
     async def ensure_trainer(self, i: int) -> None:
         """Have the trainer hold the state before iteration i.
@@ -119,16 +122,18 @@ class Run:
         """
         if self.fleet.trainer_state == self.state_id_before(i):
             return
-        base = i
-        while base and not (saved := self._saved_state(base - 1)):
+        base, saved = i, None
+        while base and (saved := self._saved_state(base - 1)) is None:
             base -= 1
-        if base:
+        if saved is not None:
             await self.fleet.restore(saved, state_id=self.state_id_before(base))
-        elif self.fleet.trainer_state != self.start_state_id:
-            await self.fleet.load_start(self.start_state_id)
+        elif self.fleet.trainer_state != self.fleet.start_state:
+            await self.fleet.load_start()
         for k in range(base, i):
             manifests = {name: self.stage(k, name) for name in ("rollout", "reward", "filter")}
-            await self.fleet.train(self._train_inputs(k, manifests, self.state_id_before(k + 1)), save=False)
+            await self.fleet.train(
+                self._train_inputs(k, manifests, self.state_id_before(k + 1)), save=False
+            )
 
     def _saved_state(self, i: int) -> dict[str, Any] | None:
         state = self.stage(i, "train").extra["state"]
@@ -140,7 +145,8 @@ class Run:
             await self.ensure_trainer(version)
             await self.fleet.sync(version)
 
-    # --- stages that need more than one actor -----------------------------------------------------------
+    # --- stages that need more than one actor
+    # -----------------------------------------------------------
 
     async def train(self, i: int, rollout: StageRef, reward: StageRef, selection: StageRef) -> Work:
         """Optimizer steps of iteration i; saves the state when due."""
@@ -148,7 +154,9 @@ class Run:
         manifests = {name: self.store.manifest(ref) for name, ref in refs.items()}
         before = self.state_id_before(i)
         after = chain_state_id(
-            before, [ref.sha256 for ref in refs.values()], config_digest(self.config, "algorithm", "train")
+            before,
+            [ref.sha256 for ref in refs.values()],
+            config_digest(self.config, *TRAIN_SECTIONS),
         )
         inputs = self._train_inputs(i, manifests, after, before=before)
         return await self.fleet.train(inputs, save=self.state_due(i))
@@ -173,7 +181,8 @@ class Run:
         """Write the model after iteration i as a Hugging Face folder."""
         return await self.fleet.export(i)
 
-    # --- commits ------------------------------------------------------------------------------------------
+    # --- commits
+    # ------------------------------------------------------------------------------------------
 
     def manifest(
         self, i: int, name: str, inputs: dict[str, str], digest: str, work: Work, *, seconds: float
@@ -204,7 +213,9 @@ class Run:
         metrics: dict[str, float] = {}
         for ref in stages.values():
             metrics |= self.store.manifest(ref).metrics
-        taken = {name: self._timings.pop((i, name)) for name in stages if (i, name) in self._timings}
+        taken = {
+            name: self._timings.pop((i, name)) for name in stages if (i, name) in self._timings
+        }
         metrics[SECONDS] = time.perf_counter() - self._began.pop(i, time.perf_counter())
         metrics["compute_seconds"] = sum(t.compute for t in taken.values())
         metrics |= {f"perf/{name}_time": t.total for name, t in taken.items()}
@@ -220,11 +231,20 @@ class Run:
 
     def _prune(self, i: int) -> None:
         """Remove the trainer states and checkpoints that are no longer kept."""
-        for stage, folder, due in (("train", "state", self.state_due), ("checkpoint", "checkpoint", self.checkpoint_due)):
+        for stage, folder, due in (
+            ("train", "state", self.state_due),
+            ("checkpoint", "checkpoint", self.checkpoint_due),
+        ):
             if due(i):
-                prune(self.store.objects, self._newest_first(i, stage, folder, due), self.config.checkpoint.keep_last)
+                prune(
+                    self.store.objects,
+                    self._newest_first(i, stage, folder, due),
+                    self.config.checkpoint.keep_last,
+                )
 
-    def _newest_first(self, i: int, stage: str, folder: str, due: Callable[[int], bool]) -> Iterator[str]:
+    def _newest_first(
+        self, i: int, stage: str, folder: str, due: Callable[[int], bool]
+    ) -> Iterator[str]:
         for k in range(i, -1, -1):
             if due(k):
                 yield str(self.stage(k, stage).extra[folder]["key_prefix"])
@@ -235,7 +255,9 @@ class Run:
 
     def eval_due(self, i: int) -> bool:
         """Whether iteration i ends with an evaluation."""
-        return self.config.due(self.config.eval.eval_interval, i, last=bool(self.config.eval.eval_interval))
+        return self.config.due(
+            self.config.eval.eval_interval, i, last=bool(self.config.eval.eval_interval)
+        )
 
     def checkpoint_due(self, i: int) -> bool:
         """Whether iteration i ends with a checkpoint."""
@@ -260,4 +282,3 @@ def set_current(run: Run) -> None:
 def forget(run_id: str) -> None:
     """Undo `set_current`."""
     _open.pop(run_id, None)
-

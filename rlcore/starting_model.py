@@ -1,14 +1,14 @@
 """The folder of the model that a run starts from.
 
-A folder named by `model.path` is used where it lies. One that `model.build` makes is built once and kept
-with the run, so that a resumed run starts from the same bytes, on any machine.
+A folder named by `model.path` is used where it lies. One that `model.build` makes is built once and
+kept with the run, so that a resumed run starts from the same bytes, on any machine.
 """
 
 import json
 from pathlib import Path
 
 from rlcore.config import ModelConfig
-from rlcore.errors import ConfigError, Corrupt, NotFound
+from rlcore.errors import ConfigError, Corrupt
 from rlcore.plugins import load_function
 from rlcore.store.files import download_folder, find_damage, upload_folder
 from rlcore.store.manifest import FileRef, canonical_json
@@ -16,10 +16,17 @@ from rlcore.store.objects import Objects
 from rlcore.store.paths import run_prefix
 
 
-def starting_model(
+def model_path(objects: Objects, run_id: str, model: ModelConfig, scratch: Path) -> Path:
+    """The local folder that the starting model has, or will have once it is prepared."""
+    if model.path:
+        return Path(model.path)
+    return objects.local_path(_prefix(run_id)) or scratch / "model"
+
+
+def prepare_model(
     objects: Objects, run_id: str, model: ModelConfig, seed: int, scratch: Path
-) -> Path:
-    """The local folder of the starting model.
+) -> None:
+    """Have the starting model in its local folder: built, fetched, or found whole.
 
     Args:
         objects: the store.
@@ -33,37 +40,39 @@ def starting_model(
         Corrupt: the kept folder was altered.
     """
     if model.path:
-        return Path(model.path)
-    prefix = f"{run_prefix(run_id)}/model"
-    listing = f"{prefix}/_FILES.json"
+        return
+    prefix = _prefix(run_id)
+    listing = _listing(run_id)
     if not objects.exists(listing):
         made = _build(model.build, seed, scratch / "building")
         refs = upload_folder(objects, made, prefix)
         objects.put_if_absent(listing, canonical_json([r.model_dump(mode="json") for r in refs]))
     refs = [FileRef.model_validate(item) for item in json.loads(objects.get(listing))]
-    local = objects.local_path(prefix)
-    if local is None:
+    if objects.local_path(prefix) is None:
         download_folder(objects, refs, prefix, scratch / "model")
-        return scratch / "model"
     for ref in refs:
         if damage := find_damage(objects, ref):
             raise Corrupt(f"the starting model of run {run_id} is damaged: {damage}")
-    return local
 
 
 def model_digest(objects: Objects, run_id: str, model: ModelConfig) -> str:
-    """What names the starting model: the path, or the digests of the files that were built."""
-    if model.path:
-        return model.path
-    try:
-        return objects.get(f"{run_prefix(run_id)}/model/_FILES.json").decode()
-    except NotFound:
-        raise Corrupt(f"run {run_id} has lost its starting model") from None
+    """What names the starting model: its path, or the digests of the files that were built."""
+    return model.path or objects.get(_listing(run_id)).decode()
+
+
+def _prefix(run_id: str) -> str:
+    return f"{run_prefix(run_id)}/model"
+
+
+def _listing(run_id: str) -> str:
+    return f"{_prefix(run_id)}/_FILES.json"
 
 
 def _build(spec: str, seed: int, folder: Path) -> Path:
     folder.mkdir(parents=True)
     load_function(spec, "model.build")(folder, seed)
     if not (folder / "config.json").exists():
-        raise ConfigError(f"model.build = {spec!r} wrote no config.json into the folder it was given")
+        raise ConfigError(
+            f"model.build = {spec!r} wrote no config.json into the folder it was given"
+        )
     return folder

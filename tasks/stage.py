@@ -1,7 +1,7 @@
 """The one decorator that makes a stage of an RL iteration a Prefect task.
 
-A stage is a function `(committed inputs, its own config) -> ref`. Called again, anywhere and after any
-crash, it looks for its manifest first and returns that; else it works and commits. Invariants:
+A stage is a function `(committed inputs, its own config) -> ref`. Called again, anywhere and after
+any crash, it looks for its manifest first and returns that; else it works and commits. Invariants:
 - Only `commit` makes a manifest, and only while the run's lease is held.
 - A stage that failed for a reason that trying again cannot mend is never retried.
 - Nothing but small refs passes through Prefect: no tensor, table or sample list.
@@ -22,8 +22,8 @@ from prefect.tasks import Task, exponential_backoff
 from rlcore.config import config_digest
 from rlcore.errors import NEVER_RETRIED
 from rlcore.run import Run, current
-from rlcore.work import Work
 from rlcore.store.manifest import StageRef
+from rlcore.work import Work
 
 log = logging.getLogger("sluice.stage")
 
@@ -55,8 +55,7 @@ def stage(name: str, *, sections: tuple[str, ...], retries: int = 0) -> Callable
             return await look_or_work(run, name, sections, i, inputs, body)
 
         run_stage.__doc__ = body.__doc__
-        made: Task[Any, Any] = task(
-            run_stage,
+        made: StageTask = task(
             name=name,
             task_run_name=name + "-it{i:06d}",
             cache_policy=NO_CACHE,
@@ -64,7 +63,7 @@ def stage(name: str, *, sections: tuple[str, ...], retries: int = 0) -> Callable
             retries=retries,
             retry_delay_seconds=exponential_backoff(backoff_factor=1),
             retry_condition_fn=may_pass,
-        )
+        )(run_stage)
         return made
 
     return wrap

@@ -1,17 +1,17 @@
 """Train: state before the iteration and a committed batch give the state after it, once."""
 
-from rlcore.run import Run
+from rlcore.run import TRAIN_SECTIONS, Run
 from rlcore.store.manifest import StageRef
 from rlcore.work import Work
 from tasks.stage import stage
 
 
-@stage("train", sections=("run", "model", "algorithm", "train"))
+@stage("train", sections=TRAIN_SECTIONS)
 async def train(run: Run, i: int, rollout: StageRef, reward: StageRef, filter: StageRef) -> Work:
     """Take the optimizer steps of one iteration.
 
-    The trainer is first brought to the state before the iteration, whatever it holds: a step that was
-    interrupted is thrown away, so none is ever applied twice.
+    The trainer is first brought to the state before the iteration, whatever it holds: a step that
+    was interrupted is thrown away, so none is ever applied twice.
     """
     await run.ensure_trainer(i)
     return await run.train(i, rollout=rollout, reward=reward, selection=filter)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from rlcore.config.tree import Scalar
 from rlcore.engine.launch import EngineProcess, embedded_argv
-from rlcore.net import free_port
 from rlcore.engine.sglang import sglang_argv
+from rlcore.net import free_port
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,10 @@ class EngineActor:
         """
         spec, port = self._spec, free_port()
         if spec.engine == "sglang":
-            own: dict[str, Scalar] = {"weight_version": weight_version, "random_seed": spec.random_seed + self._rank}
+            own: dict[str, Scalar] = {
+                "weight_version": weight_version,
+                "random_seed": spec.random_seed + self._rank,
+            }
             if spec.max_running_requests is not None:
                 own["max_running_requests"] = spec.max_running_requests
             argv = sglang_argv(

@@ -1,32 +1,35 @@
 """All actors of a run: engines, trainer ranks and the rollout worker.
 
-The fleet knows what its actors hold (`engine_version`, `trainer_state`); `rlcore.run` decides what they
-should hold. Every method returns `Work`: what a stage will commit.
+The fleet knows what its actors hold (`engine_version`, `trainer_state`); `rlcore.run` decides what
+they should hold. Every method returns `Work`: what a stage will commit.
 """
 
-import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rlcore.cluster.engine_actor import EngineActor, EngineSpec
-from rlcore.cluster.ray_session import NAMESPACE, call, gather
+from rlcore.cluster.ray_session import NAMESPACE, actor_class, call, gather
 from rlcore.cluster.rollout_actor import RolloutActor, RolloutPlan, StageReport
 from rlcore.cluster.trainer_actor import SavedState, TrainerSpec
 from rlcore.cluster.trainer_group import TrainerGroup
-from rlcore.config import RunConfig
+from rlcore.config import RunConfig, config_digest
+from rlcore.errors import ClusterError
 from rlcore.rollout.limits import Limits
-from rlcore.store.manifest import FileRef
+from rlcore.starting_model import model_digest, model_path
+from rlcore.store.manifest import FileRef, chain_state_id, sha256_hex
 from rlcore.store.paths import new_attempt, run_prefix, stage_prefix, state_prefix
 from rlcore.store.run_store import RunStore
 from rlcore.train.batch import BatchFiles
+from rlcore.train.trainer import DType
 from rlcore.weights.sync import SyncSpec
 from rlcore.work import Work
 
 CONTROL_DEADLINE_S = 300.0
 ROLLOUT_DEADLINE_S = 24 * 3600.0
+STOP_PATIENCE_S = 10.0
 START_VERSION = 0
 """Policy version of the starting model."""
 
@@ -38,14 +41,28 @@ class FleetPlan:
     config: RunConfig
     store: RunStore
     epoch: int
-    model_folder: Path
     scratch: Path
     """Local folder of this driver, removed when it ends."""
 
     def local(self, name: str) -> Path:
-        """A folder of the run if the store is local, where others can see it, else of the scratch."""
+        """A folder of the run if the store is local, where others can see it, else of the
+        scratch.
+        """
         key = f"{run_prefix(self.config.run.id)}/{name}"
         return self.store.objects.local_path(key) or self.scratch / name
+
+    @property
+    def model_folder(self) -> Path:
+        """The local folder of the starting model."""
+        config = self.config
+        return model_path(self.store.objects, config.run.id, config.model, self.scratch)
+
+    def start_state(self) -> str:
+        """The id of the trainer's state before the first iteration."""
+        config = self.config
+        source = model_digest(self.store.objects, config.run.id, config.model)
+        digest = config_digest(config, "run", "model")
+        return chain_state_id("start", [sha256_hex(source.encode())], digest)
 
     @property
     def cuda(self) -> bool:
@@ -54,7 +71,7 @@ class FleetPlan:
         return device == "cuda" or (device == "auto" and self.config.rollout.engine == "sglang")
 
     @property
-    def engine_dtype(self) -> str:
+    def engine_dtype(self) -> DType:
         """In which the engines hold weights."""
         return "bfloat16" if self.config.rollout.engine == "sglang" else "float32"
 
@@ -71,49 +88,33 @@ class TrainInputs:
 class Fleet:
     """The actors of one open run. Make it with `start`."""
 
-    def __init__(self, plan: FleetPlan, urls: list[str], worker: Any, trainer: TrainerGroup) -> None:
+    def __init__(self, plan: FleetPlan, actors: "Actors", start_state: str) -> None:
         self._plan = plan
         self._config = plan.config
-        self._urls = urls
-        self._worker = worker
-        self._trainer = trainer
+        self._urls = actors.urls
+        self._worker = actors.worker
+        self._trainer = actors.trainer
         self._limits = Limits.of_model(str(plan.model_folder), plan.config.rollout.context_length)
+        self.start_state = start_state
         self.engine_version: int | None = START_VERSION
-        self.trainer_state: str | None = None
+        self.trainer_state: str | None = start_state
 
     @classmethod
     @asynccontextmanager
-    async def start(cls, plan: FleetPlan, start_state: str) -> AsyncIterator["Fleet"]:
+    async def start(cls, plan: FleetPlan) -> AsyncIterator["Fleet"]:
         """Start all actors side by side; end them when the block ends.
 
         Raises:
             EngineError, ClusterError: one of them did not come up.
         """
-        import ray
-
-        once = {"num_cpus": 0, "max_restarts": 0, "max_task_retries": 0}
-        on_gpu = plan.config.rollout.engine == "sglang"
-        maker = ray.remote(num_gpus=engine_gpus(plan.config) if on_gpu else 0, **once)(EngineActor)
-        spec = engine_spec(plan)
-        engines: list[Any] = [maker.remote(spec, rank) for rank in range(plan.config.num_engines)]
-        worker: Any = ray.remote(**once)(RolloutActor).remote(rollout_plan(plan))
-        trainer: TrainerGroup | None = None
+        actors = Actors()
         try:
-            urls, _, trainer = await gather_start(plan, engines, worker, start_state)
-            await call(worker.set_engines.remote(urls), deadline_s=CONTROL_DEADLINE_S, what="the rollout worker")
-            fleet = cls(plan, urls, worker, trainer)
-            fleet.trainer_state = start_state
-            yield fleet
+            yield cls(plan, actors, await actors.start(plan))
         finally:
-            # The servers are ended by their actors; a killed actor's server ends by itself a little later.
-            stops = [engine.stop.remote() for engine in engines]
-            ray.wait(stops, num_returns=len(stops), timeout=5)
-            if trainer is not None:
-                trainer.kill()
-            for actor in (worker, *engines):
-                ray.kill(actor)
+            actors.end()
 
-    # --- rollout, reward, filter, evaluate ----------------------------------------------------------
+    # --- rollout, reward, filter, evaluate
+    # ----------------------------------------------------------
 
     async def generate(self, i: int, cursor: dict[str, int] | None) -> Work:
         """Responses to the prompts that follow `cursor`, by policy version i."""
@@ -125,7 +126,9 @@ class Fleet:
         """A score for each sample of a rollout."""
         return await self._by_worker("reward", i, rollout)
 
-    async def select(self, i: int, rollout: tuple[FileRef, ...], scores: tuple[FileRef, ...]) -> Work:
+    async def select(
+        self, i: int, rollout: tuple[FileRef, ...], scores: tuple[FileRef, ...]
+    ) -> Work:
         """The groups to train on."""
         return await self._by_worker("filter", i, rollout, scores)
 
@@ -152,7 +155,8 @@ class Fleet:
             extra=report.extra,
         )
 
-    # --- train, sync, export --------------------------------------------------------------------------
+    # --- train, sync, export
+    # --------------------------------------------------------------------------
 
     async def train(self, inputs: TrainInputs, *, save: bool) -> Work:
         """From one named state to the next; saves it if asked."""
@@ -185,15 +189,17 @@ class Fleet:
         """Have the trainer load a saved state."""
         self.trainer_state = None
         files = tuple(FileRef.model_validate(file) for file in state["files"])
-        saved = SavedState(state["key_prefix"], files, state["model_sha256"], state["optimizer_sha256"])
+        saved = SavedState(
+            state["key_prefix"], files, state["model_sha256"], state["optimizer_sha256"]
+        )
         await self._trainer.restore(saved, state_id)
         self.trainer_state = state_id
 
-    async def load_start(self, state_id: str) -> None:
+    async def load_start(self) -> None:
         """Have the trainer load the starting model again."""
         self.trainer_state = None
-        await self._trainer.load(state_id)
-        self.trainer_state = state_id
+        await self._trainer.load(self.start_state)
+        self.trainer_state = self.start_state
 
     async def sync(self, version: int) -> Work:
         """Push the trainer's weights to every engine as policy `version`."""
@@ -226,34 +232,79 @@ class Fleet:
         return Work(attempt=attempt, extra={"checkpoint": folder})
 
 
-# --- what the actors are made of ----------------------------------------------------------------------
+# --- what the actors are made of
+# ----------------------------------------------------------------------
 
 
-async def gather_start(
-    plan: FleetPlan, engines: list[Any], worker: Any, start_state: str
-) -> tuple[list[str], Any, TrainerGroup]:
-    """Wait until every actor has come up."""
-    patience = plan.config.rollout.start_timeout_s
-    starts = [
-        call(engine.start.remote(str(START_VERSION)), deadline_s=patience + 30, what=f"engine {rank}")
-        for rank, engine in enumerate(engines)
-    ]
-    ready = call(worker.ping.remote(), deadline_s=CONTROL_DEADLINE_S, what="the rollout worker")
-    results = await asyncio.gather(
-        gather(*starts), ready, start_trainer(plan, start_state), return_exceptions=True
-    )
-    failed = [r for r in results if isinstance(r, BaseException)]
-    if failed:
-        if isinstance(results[2], TrainerGroup):
-            results[2].kill()
-        raise failed[0]
-    return results[0], results[1], results[2]  # type: ignore[return-value]
+class Actors:
+    """The actors themselves: how they come up and how they end."""
+
+    def __init__(self) -> None:
+        self.urls: list[str] = []
+        self.worker: Any = None
+        self._engines: list[Any] = []
+        self._group: TrainerGroup | None = None
+
+    @property
+    def trainer(self) -> TrainerGroup:
+        """The trainer's ranks."""
+        if self._group is None:
+            raise ClusterError("the trainer has not been started")
+        return self._group
+
+    async def start(self, plan: FleetPlan) -> str:
+        """Bring up all actors.
+
+        Returns:
+            The id of the state that the trainer holds.
+        """
+        config = plan.config
+        gpus = engine_gpus(config) if config.rollout.engine == "sglang" else 0.0
+        maker, spec = actor_class(EngineActor, gpus), engine_spec(plan)
+        self._engines = [maker.remote(spec, rank) for rank in range(config.num_engines)]
+        self._group = await start_trainer(plan)
+        # The trainer's first rank builds the model, since it has torch loaded already.
+        await self._group.prepare_model(config.run.id, config.model)
+        state = plan.start_state()
+        self.worker = actor_class(RolloutActor).remote(rollout_plan(plan))
+        patience = config.rollout.start_timeout_s + 30
+        started = [
+            call(
+                engine.start.remote(str(START_VERSION)), deadline_s=patience, what=f"engine {rank}"
+            )
+            for rank, engine in enumerate(self._engines)
+        ]
+        await gather(
+            self._note_urls(started),
+            self._group.load(state),
+            call(
+                self.worker.ping.remote(), deadline_s=CONTROL_DEADLINE_S, what="the rollout worker"
+            ),
+        )
+        setting = self.worker.set_engines.remote(self.urls)
+        await call(setting, deadline_s=CONTROL_DEADLINE_S, what="the rollout worker")
+        return state
+
+    async def _note_urls(self, started: Sequence[Awaitable[str]]) -> None:
+        self.urls = await gather(*started)
+
+    def end(self) -> None:
+        """End all actors, and the servers of the engines."""
+        import ray
+
+        stops = [engine.stop.remote() for engine in self._engines]
+        if stops:
+            ray.wait(stops, num_returns=len(stops), timeout=STOP_PATIENCE_S)
+        if self._group is not None:
+            self._group.kill()
+        for actor in (*self._engines, *([self.worker] if self.worker is not None else [])):
+            ray.kill(actor)
 
 
-async def start_trainer(plan: FleetPlan, start_state: str) -> TrainerGroup:
-    """The trainer's ranks with the starting model loaded."""
+async def start_trainer(plan: FleetPlan) -> TrainerGroup:
+    """The trainer's ranks, with no model yet."""
     config = plan.config
-    group = await TrainerGroup.start(
+    return await TrainerGroup.start(
         TrainerSpec(
             train=config.train,
             algorithm=config.algorithm,
@@ -263,7 +314,7 @@ async def start_trainer(plan: FleetPlan, start_state: str) -> TrainerGroup:
             model_folder=str(plan.model_folder),
             storage_root=config.storage.root,
             storage_options=config.storage.options,
-            scratch=str(plan.scratch / "trainer"),
+            scratch=str(plan.scratch),
             trust_remote_code=config.model.trust_remote_code,
             timeout_s=config.train.deadline_s,
         ),
@@ -274,12 +325,6 @@ async def start_trainer(plan: FleetPlan, start_state: str) -> TrainerGroup:
         num_gpus=trainer_gpus(config) if plan.cuda else 0.0,
         deadline_s=config.train.deadline_s,
     )
-    try:
-        await group.load(start_state)
-    except BaseException:
-        group.kill()
-        raise
-    return group
 
 
 def engine_spec(plan: FleetPlan) -> EngineSpec:

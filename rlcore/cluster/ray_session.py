@@ -1,4 +1,6 @@
-"""Connect to Ray, or start a private one, and call actors from asyncio with errors that mean something."""
+"""Connect to Ray, or start a private one, and call actors from asyncio with errors that mean
+something.
+"""
 
 import asyncio
 import os
@@ -10,7 +12,9 @@ from rlcore.errors import ClusterError, SluiceError
 T = TypeVar("T")
 NAMESPACE = "sluice"
 PRIVATE_OBJECT_STORE = 256 * 2**20
-"""Bytes. Only small records pass through Ray's object store, so a private Ray needs little of it."""
+"""Bytes. Only small records pass through Ray's object store, so a private Ray needs little of
+it.
+"""
 
 
 def connect(address: str) -> bool:
@@ -32,7 +36,11 @@ def connect(address: str) -> bool:
 
     if ray.is_initialized():
         return False
-    options: dict[str, Any] = {"namespace": NAMESPACE, "log_to_driver": False, "logging_level": "ERROR"}
+    options: dict[str, Any] = {
+        "namespace": NAMESPACE,
+        "log_to_driver": False,
+        "logging_level": "ERROR",
+    }
     if address == "local":
         options |= {
             "include_dashboard": False,
@@ -49,10 +57,24 @@ def connect(address: str) -> bool:
     return True
 
 
+def actor_class(kind: type, num_gpus: float = 0.0) -> Any:
+    """A class whose instances are Ray actors that are never restarted and whose calls are never
+    repeated.
+
+    Actors ask for no CPU: a run has a handful, most of them waiting, and a small machine must hold
+    all.
+    """
+    import ray
+
+    remote: Any = ray.remote
+    return remote(num_cpus=0, num_gpus=num_gpus, max_restarts=0, max_task_retries=0)(kind)
+
+
 async def call(ref: Awaitable[T], *, deadline_s: float, what: str) -> T:
     """Await an actor call.
 
-    A plain `await` of the reference is what lets a cancelled flow leave at once; `ray.get` would not.
+    A plain `await` of the reference is what lets a cancelled flow leave at once; `ray.get` would
+    not.
 
     Raises:
         SluiceError: the one that the actor raised, without Ray's wrapping.

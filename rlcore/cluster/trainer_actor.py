@@ -18,8 +18,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlcore.config.tree import AlgorithmConfig, Scalar, TrainConfig
+from rlcore.config.tree import AlgorithmConfig, ModelConfig, Scalar, TrainConfig
 from rlcore.errors import Corrupt, Fenced, TrainError
+from rlcore.starting_model import prepare_model
 from rlcore.store.files import download_folder, file_ref, upload_file, upload_folder
 from rlcore.store.manifest import FileRef
 from rlcore.store.objects import Objects
@@ -119,6 +120,12 @@ class TrainerActor:
         names: list[str] = [""] * self._world
         dist.all_gather_object(names, socket.gethostname())
         self._node_ranks = [r for r, name in enumerate(names) if name == names[self._rank]]
+
+    def prepare_model(self, epoch: int, run_id: str, model: ModelConfig) -> None:
+        """Have the starting model in its folder: built, fetched, or found whole."""
+        self._check(epoch)
+        scratch = Path(self._spec.scratch)
+        prepare_model(self._objects, run_id, model, self._spec.seed, scratch)
 
     def load(self, epoch: int, state_id: str) -> None:
         """Build the trainer from the starting model, with a fresh optimizer."""

@@ -20,6 +20,7 @@ from rlcore.errors import ClusterError
 from rlcore.train.trainer import DType, TrainReport
 
 if TYPE_CHECKING:
+    from rlcore.config.tree import ModelConfig
     from rlcore.store.manifest import FileRef
     from rlcore.train.batch import BatchFiles
     from rlcore.weights.sync import SyncReport, SyncSpec
@@ -90,6 +91,13 @@ class TrainerGroup:
         return group
 
     # --- state ------------------------------------------------------------------------------------
+
+    async def prepare_model(self, run_id: str, model: ModelConfig) -> None:
+        """Have the starting model in its folder; the first rank builds it where that is asked
+        for.
+        """
+        remote = self._actors[0].prepare_model.remote(self._epoch, run_id, model)
+        await call(remote, deadline_s=self._deadline_s, what="trainer rank 0 (prepare_model)")
 
     async def load(self, state_id: str) -> None:
         """Load the starting model."""

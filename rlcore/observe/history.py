@@ -61,7 +61,11 @@ def summarise(objects: Objects, run_id: str) -> RunSummary:
     found = records(objects, run_id)
     status, message = status_of(objects, run_id, len(found), total)
     rows = [
-        {"iteration": r["iteration"], "reward": r["metrics"].get("rollout/raw_reward"), **r["metrics"]}
+        {
+            "iteration": r["iteration"],
+            "reward": r["metrics"].get("rollout/raw_reward"),
+            **r["metrics"],
+        }
         for r in found
     ]
     return RunSummary(

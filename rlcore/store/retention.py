@@ -1,7 +1,7 @@
 """What is kept of trainer states and checkpoints, and the removal of the rest.
 
-Invariant: a state or checkpoint is named removed, by a tombstone, before its first file goes. So a reader
-that finds files missing can tell what was removed on purpose from what was lost.
+Invariant: a state or checkpoint is named removed, by a tombstone, before its first file goes. So a
+reader that finds files missing can tell what was removed on purpose from what was lost.
 """
 
 from collections.abc import Iterable
@@ -22,7 +22,8 @@ def prune(objects: Objects, newest_first: Iterable[str], keep_last: int) -> list
 
     Args:
         objects: the store.
-        newest_first: folders from new to old; read only as far as the first that was removed before.
+        newest_first: folders from new to old; read only as far as the first that was removed
+        before.
         keep_last: how many of the newest to keep.
 
     Returns:

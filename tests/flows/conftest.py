@@ -1,4 +1,6 @@
-"""Runs of the real thing: the `sluice` command in its own process, on the quickstart's task made short."""
+"""Runs of the real thing: the `sluice` command in its own process, on the quickstart's task made
+short.
+"""
 
 import json
 import os

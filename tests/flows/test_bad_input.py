@@ -70,7 +70,9 @@ def test_bad_input_is_one_sentence_and_writes_nothing(
     case: Callable[[Path], tuple[list[str], str]], sluice: Sluice, tmp_path: Path
 ) -> None:
     arguments, place = case(tmp_path)
-    said = sluice("train", str(short(tmp_path, iterations=1)), "--run-id", "bad", *arguments, code=2)
+    said = sluice(
+        "train", str(short(tmp_path, iterations=1)), "--run-id", "bad", *arguments, code=2
+    )
     assert said.startswith("error: "), said
     assert place in said
     assert said.count("\n") == 1

@@ -1,4 +1,6 @@
-"""`sluice train` from the command to the checkpoint, and what can be asked of the run afterwards."""
+"""`sluice train` from the command to the checkpoint, and what can be asked of the run
+afterwards.
+"""
 
 import json
 from pathlib import Path
