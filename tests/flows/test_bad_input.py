@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import Sluice, short
+from real_runs import Sluice, short
 
 
 def misspelt_key(folder: Path) -> tuple[list[str], str]:
@@ -28,7 +28,7 @@ def missing_label(folder: Path) -> tuple[list[str], str]:
 def unknown_reward(folder: Path) -> tuple[list[str], str]:
     path = folder / "rewards.py"
     path.write_text("def reward(args, sample, **kwargs):\n    return 1.0\n")
-    return ["--set", f"reward.custom_rm_path={path}:rewrd"], "did you mean reward"
+    return ["--set", f"reward.custom_rm_path={path}:rewrd"], "did you mean 'reward'"
 
 
 def raising_reward(folder: Path) -> tuple[list[str], str]:

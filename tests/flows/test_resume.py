@@ -4,7 +4,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from conftest import Sluice, kill_tree, short, wait_for
+from real_runs import Sluice, kill_tree, short, wait_for
 
 
 @pytest.mark.timeout(600)

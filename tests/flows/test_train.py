@@ -7,7 +7,7 @@ from pathlib import Path
 
 import duckdb
 import pyarrow.parquet as pq
-from conftest import Sluice, short
+from real_runs import Sluice, short
 
 STAGES = ["rollout", "reward", "filter", "train", "weight_sync"]
 
