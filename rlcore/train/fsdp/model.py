@@ -118,7 +118,8 @@ def load_policy(
     policy = Policy(lm)
     _probe(policy, folder)
     if checkpointing:
-        lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        # Under its old name in transformers 5.12; neither re-enters autograd by default.
+        getattr(lm, "activation_checkpointing_enable", lm.gradient_checkpointing_enable)()
         # transformers recomputes only in training mode, which changes nothing else without dropout.
         policy.train()
     return policy

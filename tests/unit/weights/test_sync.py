@@ -1,0 +1,141 @@
+"""Syncs against a real engine process: both ways, and every way to fail."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlcore.errors import EngineError, SyncError
+from rlcore.weights import sync as sync_module
+from rlcore.weights.sync import SyncSpec, WeightSync
+from rlcore.weights.transport import TensorTransport
+
+
+@pytest.fixture
+def spec(engine_url: str, model_folder: Path, tmp_path: Path) -> SyncSpec:
+    return SyncSpec(
+        urls=(engine_url,),
+        version="1",
+        transport="disk",
+        dtype="float32",
+        model_folder=model_folder,
+        scratch=tmp_path / "weights",
+        canary_prompts=4,
+        canary_tolerance=1e-4,
+        vocab_size=45,
+        context_length=64,
+        timeout_s=30.0,
+    )
+
+
+@pytest.fixture
+def weight_sync() -> Iterator[WeightSync]:
+    made = WeightSync(rank=0)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("transport", ["disk", "tensor"])
+def test_engine_holds_the_trainers_weights(
+    trainer: Any, spec: SyncSpec, weight_sync: WeightSync, version: Any, greedy: Any, transport: Any
+) -> None:
+    spec = replace(spec, transport=transport, version=f"{transport}-1")
+    report = weight_sync.run(trainer, spec)
+    assert report is not None and report.version == version() == f"{transport}-1"
+    assert report.metrics["canary_abs_diff"] < 1e-5
+    assert greedy()
+
+
+def test_many_small_buckets(
+    trainer: Any,
+    spec: SyncSpec,
+    weight_sync: WeightSync,
+    version: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sync_module, "_transport", lambda s: TensorTransport(s.version, 5000))
+    report = weight_sync.run(trainer, replace(spec, transport="tensor", version="small"))
+    assert report is not None and report.metrics["canary_abs_diff"] < 1e-5
+    assert version() == "small"
+
+
+def test_canary_finds_a_weight_that_did_not_travel(
+    trainer: Any, spec: SyncSpec, weight_sync: WeightSync, greedy: Any, engine_url: str
+) -> None:
+    class Forgetful:
+        """A trainer that leaves one weight out of what it sends."""
+
+        log_probs = trainer.log_probs
+
+        def named_tensors(self, dtype: Any) -> Iterator[Any]:
+            for name, tensor in trainer.named_tensors(dtype):
+                if name != "model.layers.1.mlp.up_proj.weight":
+                    yield name, tensor
+
+    spec = replace(spec, transport="tensor", version="lossy")
+    with pytest.raises(
+        SyncError, match=rf"engine {engine_url} differs .* weights.canary_tolerance = 0.0001"
+    ):
+        weight_sync.run(Forgetful(), spec)  # type: ignore[arg-type]
+    assert greedy(), "the engine must not stay paused"
+
+
+def test_engine_goes_on_after_a_refused_update(
+    trainer: Any, spec: SyncSpec, weight_sync: WeightSync, greedy: Any, version: Any
+) -> None:
+    class Misnamed:
+        """A trainer whose weights the engine does not know."""
+
+        log_probs = trainer.log_probs
+
+        def named_tensors(self, dtype: Any) -> Iterator[Any]:
+            for name, tensor in trainer.named_tensors(dtype):
+                yield f"not.{name}", tensor
+
+    before = version()
+    with pytest.raises(EngineError):
+        weight_sync.run(Misnamed(), replace(spec, version="bad"))  # type: ignore[arg-type]
+    assert greedy()
+    assert version() == before
+
+
+def test_a_dead_engine_is_named_and_the_others_go_on(
+    trainer: Any, spec: SyncSpec, weight_sync: WeightSync, greedy: Any
+) -> None:
+    dead = "http://127.0.0.1:9"
+    with pytest.raises(EngineError, match=dead):
+        weight_sync.run(trainer, replace(spec, urls=(*spec.urls, dead)))
+    assert greedy()
+
+
+def test_last_confirmed_folder_stays_until_the_next(
+    trainer: Any, spec: SyncSpec, weight_sync: WeightSync
+) -> None:
+    for number in ("1", "2"):
+        weight_sync.run(trainer, replace(spec, version=number))
+        assert [p.name for p in spec.scratch.iterdir()] == [f"weights-{number}"]
+
+
+def test_other_ranks_take_part_in_the_gathers(trainer: Any, spec: SyncSpec) -> None:
+    seen = []
+
+    class Watched:
+        """Counts what is drawn."""
+
+        log_probs = trainer.log_probs
+
+        def named_tensors(self, dtype: Any) -> Iterator[Any]:
+            for name, tensor in trainer.named_tensors(dtype):
+                seen.append(name)
+                yield name, tensor
+
+    assert WeightSync(rank=1).run(Watched(), spec) is None  # type: ignore[arg-type]
+    everything = len(seen)
+    assert everything == len(list(trainer.named_tensors("float32")))
+    failing = WeightSync(rank=0)
+    with pytest.raises(EngineError):
+        failing.run(Watched(), replace(spec, urls=("http://127.0.0.1:9",), transport="tensor"))  # type: ignore[arg-type]
+    failing.close()
+    assert len(seen) == 2 * everything
