@@ -82,7 +82,6 @@ class S3Objects(Objects):
                 "read_timeout": 20,
             },
             use_listings_cache=False,
-            skip_instance_cache=True,
         )
         # Retries happen here, where a lost answer is told from a lost race.
         self._fs.retries = 2

@@ -101,7 +101,7 @@ def plain(sample: Sample) -> dict[str, Any]:
     return fields
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.lists(samples(), min_size=1, max_size=5))
 def test_samples_come_back_as_they_were(made: list[Sample]) -> None:
     objects = Objects.open("memory://hypothesis")

@@ -1,12 +1,16 @@
 """S3 alone: lost answers, outages, and errors in sentences."""
 
 import logging
+import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -121,6 +125,22 @@ def test_wrong_credentials_are_named(seaweed: Any) -> None:
     objects = Objects.open("s3://runs/x", seaweed.options | {"key": "who"}, retry_s=5)
     with pytest.raises(StoreError, match="access denied"):
         objects.put("k", b"")
+
+
+def test_the_environment_can_name_the_server(moto: Any) -> None:
+    options = moto.options
+    code = (
+        "from rlcore.store.objects import Objects\n"
+        "assert Objects.open('s3://runs/env', retry_s=5).put_if_absent('k', b'from env')"
+    )
+    environment = {
+        "PYTHONPATH": str(Path(__file__).parents[3]),
+        "FSSPEC_S3_ENDPOINT_URL": options["endpoint_url"],
+        "FSSPEC_S3_KEY": options["key"],
+        "FSSPEC_S3_SECRET": options["secret"],
+    }
+    subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | environment)
+    assert Objects.open("s3://runs/env", options).get("k") == b"from env"
 
 
 def test_a_large_object_comes_in_parts_and_whole(s3: Any, tmp_path: Any) -> None:
