@@ -39,7 +39,11 @@ class Prefill:
 
 
 class Decode:
-    """One new token a row, at that row's own position, against the cache of a lane."""
+    """One new token a row, at that row's own position, against the cache of a lane.
+
+    The forward pass may have more rows than the cache: those behind are padding, and cost no
+    attention.
+    """
 
     def __init__(self, kv: Tensor, positions: Tensor) -> None:
         """kv: [layers, 2, rows, kv heads, length, head_dim]; positions: [rows]."""
@@ -53,15 +57,16 @@ class Decode:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
         keys, values = self._kv[layer, 0], self._kv[layer, 1]
-        keys[self._rows, :, self._positions] = k[:, :, 0]
-        values[self._rows, :, self._positions] = v[:, :, 0]
+        live = len(keys)
+        keys[self._rows, :, self._positions] = k[:live, :, 0]
+        values[self._rows, :, self._positions] = v[:live, :, 0]
         rows, heads, _, dim = q.shape
         # The query heads of one key/value head become its queries: no key is copied.
-        grouped = q.reshape(rows, keys.shape[1], heads // keys.shape[1], dim)
+        grouped = q[:live].reshape(live, keys.shape[1], heads // keys.shape[1], dim)
         out = F.scaled_dot_product_attention(
             grouped, keys, values, attn_mask=self._mask, scale=scale
-        )
-        return out.reshape(rows, heads, 1, dim)
+        ).reshape(live, heads, 1, dim)
+        return F.pad(out, (0, 0, 0, 0, 0, 0, 0, rows - live)) if live < rows else out
 
 
 def attention(

@@ -95,26 +95,46 @@ def _prefill_agrees(runner: ModelRunner, generator: torch.Generator) -> bool:
 
 
 def _agreeing_sizes(runner: ModelRunner, generator: torch.Generator) -> tuple[int, ...]:
-    """The candidate sizes at which one row gives the same logits at every place tried."""
+    """The candidate sizes at which one row gives the same logits at every place tried, with the
+    batch full and at its emptiest.
+    """
     length = runner.shortest_lane
-    row = torch.randn((*runner.kv_shape.zeros(1, length).shape,), generator=generator)
+    row = torch.randn(runner.kv_shape.zeros(1, length).shape, generator=generator)
     token = _tokens(runner, generator, 1)[0]
     expected: Tensor | None = None
     agreeing: list[int] = []
     candidates = runner.batch_sizes
+    smaller = 0
     for size in candidates:
-        lane = Lane(runner.kv_shape, length)
-        lane.reserve(size)
-        lane.kv.copy_(torch.randn(lane.kv.shape, generator=generator))
-        tokens = torch.tensor(_tokens(runner, generator, size))
-        positions = torch.randint(0, length, (size,), generator=generator)
-        places = sorted({0, 1, size // 2, size - 1})
-        lane.kv[:, :, places] = row.to(runner.dtype)
-        tokens[places], positions[places] = token, length - 2
         runner.batch_sizes = (size,)
-        logits = runner.decode(lane, 0, tokens, positions)
-        expected = logits[0] if expected is None else expected
-        if all(torch.equal(logits[place], expected) for place in places):
+        same = True
+        for count in (smaller + 1, size):
+            places = sorted({0, count // 2, count - 1})
+            logits = _decode_at(runner, generator, row, token, count, places)
+            expected = logits[0] if expected is None else expected
+            same = same and all(torch.equal(logits[place], expected) for place in places)
+        if same:
             agreeing.append(size)
+        smaller = size
     runner.batch_sizes = candidates
     return tuple(agreeing) or (1,)
+
+
+def _decode_at(
+    runner: ModelRunner,
+    generator: torch.Generator,
+    row: Tensor,
+    token: int,
+    count: int,
+    places: list[int],
+) -> Tensor:
+    """Logits of a step over `count` rows: `row` and `token` at `places`, random ones elsewhere."""
+    length = row.shape[4]
+    lane = Lane(runner.kv_shape, length)
+    lane.reserve(count)
+    lane.kv.copy_(torch.randn(lane.kv.shape, generator=generator))
+    lane.kv[:, :, places] = row.to(runner.dtype)
+    tokens = torch.tensor(_tokens(runner, generator, count))
+    positions = torch.randint(0, length, (count,), generator=generator)
+    tokens[places], positions[places] = token, length - 2
+    return runner.decode(lane, 0, tokens, positions)

@@ -122,11 +122,10 @@ class ModelRunner:
         """
         count = len(tokens)
         rows = self._pad_rows(count)
-        lane.reserve(begin + rows)
         ids = torch.zeros(rows, dtype=torch.long, device=self.device)
         at = torch.zeros(rows, dtype=torch.long, device=self.device)
         ids[:count], at[:count] = tokens, positions
-        step = attention.Decode(lane.kv[:, :, begin : begin + rows], at)
+        step = attention.Decode(lane.kv[:, :, begin : begin + count], positions)
         hidden = self._hidden(ids[:, None], at[:, None], step)
         return self._logits(hidden[:, 0])[:count]
 

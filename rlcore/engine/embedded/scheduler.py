@@ -65,6 +65,8 @@ class Scheduler:
         self._rows = rows
         self._lanes: dict[int, Lane] = {}
         self._waiting: list[Request] = []
+        self._held: list[Request] = []
+        """Came after an action that awaits the end of all before."""
         self._calls: dict[int, Call] = {}
         self._prompts = PromptCache(prompt_cache_bytes)
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -92,8 +94,8 @@ class Scheduler:
         self._commands.put(lambda: self._take_in(call))
 
     def ask(self, action: Callable[[], T], when_idle: bool = False) -> "Future[T]":
-        """Run `action` in the worker between two forward passes; with `when_idle` only once nothing
-        runs (new requests wait meanwhile), or at once if generation is paused.
+        """Run `action` in the worker between two forward passes. With `when_idle` only once all
+        requests that came before have ended (later ones wait), or at once if generation is paused.
         """
         future: Future[T] = Future()
 
@@ -104,7 +106,7 @@ class Scheduler:
                 future.set_exception(error)
 
         def obey() -> None:
-            if when_idle and self.running and not self.paused:
+            if when_idle and not self._idle and not self.paused:
                 self._when_idle.append(run)
             else:
                 run()
@@ -120,7 +122,7 @@ class Scheduler:
     @property
     def waiting(self) -> int:
         """Requests not yet started."""
-        return len(self._waiting)
+        return len(self._waiting) + len(self._held)
 
     @property
     def tokens(self) -> int:
@@ -135,8 +137,9 @@ class Scheduler:
         def hit(request: Request) -> bool:
             return rid is None or rid in (request.rid, request.group)
 
-        ended = [request for request in self._waiting if hit(request)]
+        ended = [request for request in self._waiting + self._held if hit(request)]
         self._waiting = [request for request in self._waiting if not hit(request)]
+        self._held = [request for request in self._held if not hit(request)]
         for request in ended:
             self._end(request, ABORTED)
         for lane in self._lanes.values():
@@ -166,7 +169,7 @@ class Scheduler:
     def flush(self) -> bool:
         """Forget cached prompts and free cache memory; False, with nothing done, while requests are
         running or waiting."""
-        if self.running or self._waiting:
+        if self.running or self.waiting:
             return False
         self._lanes.clear()
         self._prompts.clear()
@@ -195,7 +198,7 @@ class Scheduler:
         """Give back the memory of `weights` and `kv_cache`; refused while requests are in
         flight.
         """
-        if self.running or self._waiting:
+        if self.running or self.waiting:
             raise EngineError(
                 f"Memory cannot be released with {self.running} running and {self.waiting} waiting "
                 "requests; pause with mode 'abort' first."
@@ -230,19 +233,27 @@ class Scheduler:
 
     def _turn(self) -> None:
         self._obey()
-        if self._when_idle and not self.running:
-            for action in self._when_idle:
-                action()
-            self._when_idle.clear()
+        if self._when_idle and self._idle:
+            self._run_held_actions()
         elif self._busy() and not self._admit():
             self._step()
 
+    def _run_held_actions(self) -> None:
+        for action in self._when_idle:
+            action()
+        self._when_idle.clear()
+        self._waiting, self._held = self._waiting + self._held, []
+
+    @property
+    def _idle(self) -> bool:
+        return not self.running and not self._waiting
+
     def _busy(self) -> bool:
-        return not self.paused and bool(self.running or (self._waiting and not self._when_idle))
+        return not self.paused and not self._idle
 
     def _obey(self) -> None:
         """Run the commands that have come; with nothing else to do, wait for one."""
-        if not self._busy() and not (self._when_idle and not self.running):
+        if not self._busy() and not (self._when_idle and self._idle):
             self._commands.get()()
         while not self._commands.empty():
             self._commands.get()()
@@ -260,10 +271,9 @@ class Scheduler:
             call.done()
         self._calls.clear()
         self._waiting.clear()
+        self._held.clear()
         self._lanes.clear()
-        for action in self._when_idle:
-            action()
-        self._when_idle.clear()
+        self._run_held_actions()
 
     def _take_in(self, call: Call) -> None:
         for request in call.requests:
@@ -273,7 +283,7 @@ class Scheduler:
                 request.seed = derive_seed(self._random_seed, self._unseeded)
             else:
                 request.seed = derive_seed(request.seed, request.sample)
-        self._waiting += call.requests
+        (self._held if self._when_idle else self._waiting).extend(call.requests)
         if self.failure is not None:
             self._fail_rest()
 
@@ -281,8 +291,6 @@ class Scheduler:
         """Start waiting requests: those whose prompt is cached and one batch of new prompts. False
         when there is no room, or none waits.
         """
-        if self._when_idle:
-            return False
         chosen, fresh = self._choose()
         if not chosen:
             return False
