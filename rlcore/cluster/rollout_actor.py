@@ -8,10 +8,12 @@ Invariants:
 """
 
 import asyncio
+import json
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from rlcore.config.tree import (
@@ -328,6 +330,9 @@ class RolloutActor:
 
 
 def _load(plan: RolloutPlan) -> _Loaded:
+    # Imported here for the first time, lest the first rollout's write wait for pyarrow.
+    import rlcore.store.batch  # noqa: F401
+
     tokenizer = load_tokenizer(
         plan.model.tokenizer or plan.model_folder, plan.model.trust_remote_code
     )
@@ -349,14 +354,33 @@ def load_tokenizer(folder: str, trust_remote_code: bool) -> Any:
     Raises:
         ConfigError: the folder holds none.
     """
-    from transformers import AutoTokenizer
-
     try:
+        if _is_plain_tokenizer(Path(folder)):
+            from transformers import PreTrainedTokenizerFast
+
+            return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+        from transformers import AutoTokenizer
+
         return AutoTokenizer.from_pretrained(
             folder, trust_remote_code=trust_remote_code, local_files_only=True
         )
     except (OSError, ValueError) as error:
         raise ConfigError(f"model folder {folder} holds no tokenizer that loads: {error}") from None
+
+
+def _is_plain_tokenizer(folder: Path) -> bool:
+    """Whether tokenizer.json alone says all: no class of its own, which AutoTokenizer would look
+    up.
+
+    AutoTokenizer imports torch, which takes this process seconds and 190 MB that it has no other
+    use for.
+    """
+    try:
+        config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    plain = config.get("tokenizer_class") in ("TokenizersBackend", "PreTrainedTokenizerFast")
+    return plain and "auto_map" not in config and (folder / "tokenizer.json").exists()
 
 
 def _read_samples(objects: Objects, files: Files) -> list[Sample]:

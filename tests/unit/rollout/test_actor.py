@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rlcore.cluster.rollout_actor import RolloutActor, RolloutPlan
+from rlcore.cluster.rollout_actor import RolloutActor, RolloutPlan, load_tokenizer
 from rlcore.config.tree import (
     DataConfig,
     EvalConfig,
@@ -224,6 +224,21 @@ async def test_failures_over_the_limit_stop_and_under_it_are_counted(
     assert scores.metrics["reward/unscored"] == 1
     picked = read_parts(Objects.open(plan.root), chosen.files).to_pylist()
     assert [(r["row"], r["reason"]) for r in picked if not r["keep"]] == [(3, "unscored")]
+
+
+def test_a_plain_tokenizer_is_the_one_that_auto_tokenizer_gives(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    from transformers import AutoTokenizer, Qwen2Tokenizer
+
+    found = load_tokenizer(str(model_folder), False)
+    expected = AutoTokenizer.from_pretrained(model_folder)
+    assert type(found) is type(expected)
+    assert found("12=", add_special_tokens=False) == expected("12=", add_special_tokens=False)
+    assert found.special_tokens_map == expected.special_tokens_map
+    vocab = {chr(k + 33): k for k in range(90)}
+    Qwen2Tokenizer(vocab=vocab, merges=[]).save_pretrained(tmp_path)
+    assert type(load_tokenizer(str(tmp_path), False)).__name__ == "Qwen2Tokenizer"
 
 
 async def test_what_cannot_be_loaded_is_said_by_the_first_call(
