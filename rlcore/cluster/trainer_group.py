@@ -3,7 +3,7 @@
 Importing this module imports neither torch nor Ray.
 
 Invariants:
-- The first error of any rank is the one that is raised, naming the rank if it died.
+- The first error of any rank is the one that is raised; one that died comes before all others.
 - When one rank fails, the others may wait for it in a collective for ever: those that have not come
   back after `GRACE_S` seconds are ended with it, and the group is `broken`; start a new one.
 """
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlcore.cluster.ray_session import call
 from rlcore.cluster.trainer_actor import SavedState, TrainerActor, TrainerSpec
-from rlcore.errors import ClusterError
+from rlcore.errors import ClusterError, SluiceError, TrainError
 from rlcore.train.trainer import DType, TrainReport
 
 if TYPE_CHECKING:
@@ -168,7 +168,7 @@ class TrainerGroup:
         """Call every rank; the answers in order of rank.
 
         Raises:
-            SluiceError: the first that a rank raised.
+            SluiceError: the first that a rank raised; a `TrainError` for any other exception.
             ClusterError: a rank died or did not answer in time, or the group is broken.
         """
         if self.broken:
@@ -183,17 +183,20 @@ class TrainerGroup:
             )
             for rank, actor in enumerate(self._actors)
         ]
-        done, waiting = await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
-        failed = [c for c in calls if c in done and c.exception() is not None]
-        if not failed:
+        _, waiting = await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
+        first = [c for c in calls if c.done() and c.exception() is not None]
+        if not first:
             return [c.result() for c in calls]
         if waiting:
             _, waiting = await asyncio.wait(waiting, timeout=GRACE_S)
-        late = [c for c in calls if c.done() and c.exception() is not None]
-        if waiting or any(isinstance(c.exception(), ClusterError) for c in late):
-            for c in waiting:
-                c.cancel()
+        # A rank that died matters more than what the others say of the connection that broke.
+        died = [c for c in calls if c.done() and isinstance(c.exception(), ClusterError)]
+        if waiting or died:
+            for late in waiting:
+                late.cancel()
             self.kill()
-        error = failed[0].exception()
-        assert error is not None
-        raise error
+        culprit = (died or first)[0]
+        error = culprit.exception()
+        if isinstance(error, SluiceError):
+            raise error
+        raise TrainError(f"trainer rank {calls.index(culprit)} ({method}): {error}") from error

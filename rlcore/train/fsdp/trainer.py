@@ -65,6 +65,7 @@ class FsdpTrainer:
         """Build policy, optimizer and (for a KL loss) the frozen reference from a Hugging Face
         folder."""
         self.loaded, self.dirty = None, True
+        self._policy = self._optimizer = None
         self._policy = self._build(model_folder, checkpointing=self._train.gradient_checkpointing)
         if self._algorithm.use_kl_loss and self._reference is None:
             self._reference = self._build(model_folder).requires_grad_(False)

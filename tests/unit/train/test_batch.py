@@ -1,0 +1,177 @@
+"""From Parquet parts to each rank's share."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlcore.config.tree import AlgorithmConfig, TrainConfig
+from rlcore.errors import DataError
+from rlcore.sample import Sample, Status
+from rlcore.store.batch import (
+    SCORES,
+    SELECTION,
+    rows_to_table,
+    samples_to_table,
+    write_table,
+)
+from rlcore.store.objects import Objects
+from rlcore.train.batch import BatchFiles, load_batch
+from rlcore.train.trainer import TrainBatch
+
+
+def make_samples() -> list[Sample]:
+    """Four groups of three, of different lengths."""
+    samples = []
+    for i in range(12):
+        response = 2 + i % 3
+        samples.append(
+            Sample(
+                group_index=i // 3,
+                index=i,
+                prompt_id=f"p{i // 3}",
+                prompt="x",
+                tokens=[i + 2] * (3 + response),
+                response="y",
+                response_length=response,
+                rollout_log_probs=[-1.0] * response,
+                status=Status.COMPLETED,
+            )
+        )
+    return samples
+
+
+class Stored:
+    """A batch in a store; `rewards`, `keep` and `status` by row."""
+
+    def __init__(self, root: Path, samples: list[Sample], **columns: Any) -> None:
+        self.objects = Objects.open(root)
+        count = len(samples)
+        rewards = columns.get("rewards", [float(i % 3) for i in range(count)])
+        keep = columns.get("keep", [True] * count)
+        status = columns.get("status", ["completed"] * count)
+        common = [
+            {"row": i, "group_index": s.group_index, "index": i} for i, s in enumerate(samples)
+        ]
+        scores = [
+            c | {"prompt_id": "p", "reward": r, "status": t, "details": None, "error": None}
+            for c, r, t in zip(common, rewards, status, strict=True)
+        ]
+        selection = [
+            c | {"reward": r, "keep": k, "reason": None}
+            for c, r, k in zip(common, rewards, keep, strict=True)
+        ]
+        half = count // 2
+        self.files = BatchFiles(
+            7,
+            tuple(
+                write_table(self.objects, f"rollout-{k}.parquet", samples_to_table(part))
+                for k, part in enumerate((samples[:half], samples[half:]))
+            ),
+            (write_table(self.objects, "reward.parquet", rows_to_table(SCORES, scores)),),
+            (write_table(self.objects, "filter.parquet", rows_to_table(SELECTION, selection)),),
+        )
+
+    def load(self, rank: int = 0, world: int = 1, **train: Any) -> TrainBatch:
+        """A rank's share."""
+        return load_batch(
+            self.objects,
+            self.files,
+            train=TrainConfig(**train),
+            algorithm=AlgorithmConfig(grpo_std_normalization=False),
+            rank=rank,
+            world=world,
+        )
+
+
+def first_tokens(batch: TrainBatch) -> list[int]:
+    return [int(s.tokens[0]) for step in batch.steps for m in step.micro_batches for s in m]
+
+
+def test_every_sample_is_on_one_rank_with_its_advantage(tmp_path: Path) -> None:
+    stored = Stored(tmp_path, make_samples())
+    shares = [
+        stored.load(rank, 2, num_steps_per_rollout=2, max_tokens_per_gpu=12) for rank in (0, 1)
+    ]
+    assert sorted(first_tokens(shares[0]) + first_tokens(shares[1])) == list(range(2, 14))
+    for a, b in zip(shares[0].steps, shares[1].steps, strict=True):
+        assert a.totals == b.totals
+        assert len(a.micro_batches) == len(b.micro_batches)
+    assert [step.totals.sequences for step in shares[0].steps] == [6, 6]
+    assert [step.totals.tokens for step in shares[0].steps] == [18, 18]
+    whole = stored.load()
+    assert (whole.iteration, whole.samples, whole.tokens) == (7, 12, 12 * 6)
+    for sequence in whole.steps[0].micro_batches[0]:
+        i = int(sequence.tokens[0]) - 2
+        assert sequence.advantages == float(i % 3) - 1.0
+        assert np.array_equal(sequence.rollout_log_probs, np.full(2 + i % 3, -1.0, np.float32))  # type: ignore[arg-type]
+
+
+def test_what_is_left_out_is_counted(tmp_path: Path) -> None:
+    samples = make_samples()
+    samples[3] = replace(samples[3], remove_sample=True)
+    samples[4] = replace(samples[4], loss_mask=[0, 0, 0])
+    samples[5] = replace(samples[5], loss_mask=[1, 0, 0, 1])
+    samples[7] = replace(samples[7], status=Status.FAILED)
+    rewards: list[float | None] = [float(i % 3) for i in range(12)]
+    rewards[6] = None
+    stored = Stored(
+        tmp_path,
+        samples,
+        rewards=rewards,
+        keep=[False] * 3 + [True] * 9,
+        status=["completed"] * 8 + ["failed"] + ["completed"] * 3,
+    )
+    batch = stored.load()
+    assert sorted(first_tokens(batch)) == [5 + 2, 9 + 2, 10 + 2, 11 + 2]
+    reasons = ("not_kept", "failed", "removed", "without_tokens")
+    assert [batch.metrics[f"samples_{r}"] for r in reasons] == [3, 3, 1, 1]
+    assert batch.samples == 4
+    assert batch.steps[0].totals.tokens == 2 + 2 + 3 + 4
+    by_token = {int(s.tokens[0]): s for s in batch.steps[0].micro_batches[0]}
+    assert by_token[7].advantages == 1.0, "removed and masked samples count in the group's mean"
+
+
+def test_a_failed_sample_is_no_zero_reward(tmp_path: Path) -> None:
+    stored = Stored(
+        tmp_path,
+        make_samples(),
+        rewards=[0.0, 1.0, 0.0] + [1.0] * 9,
+        status=["failed"] + ["completed"] * 11,
+    )
+    by_token = {int(s.tokens[0]): s for s in stored.load().steps[0].micro_batches[0]}
+    assert 2 not in by_token
+    assert [by_token[t].advantages for t in (3, 4)] == [0.5, -0.5]
+
+
+def test_a_filtered_batch_is_cut_evenly(tmp_path: Path) -> None:
+    stored = Stored(tmp_path, make_samples(), keep=[True] * 9 + [False] * 3)
+    batch = stored.load(num_steps_per_rollout=2)
+    assert [step.totals.sequences for step in batch.steps] == [4, 5]
+    with pytest.raises(DataError, match=r"train\.num_steps_per_rollout"):
+        Stored(tmp_path / "none", make_samples(), keep=[False] * 12).load()
+
+
+def test_parts_of_different_batches_are_refused(tmp_path: Path) -> None:
+    stored = Stored(tmp_path, make_samples())
+    other = Stored(tmp_path / "other", make_samples()[:6])
+    stored.objects = other.objects
+    stored.files = replace(other.files, reward=stored.files.reward)
+    Objects.open(tmp_path / "other").put(
+        "reward.parquet", (tmp_path / "reward.parquet").read_bytes()
+    )
+    with pytest.raises(DataError, match="iteration 7: the reward part has 12 rows"):
+        stored.load()
+
+
+def test_log_probs_of_the_engine_are_all_or_none(tmp_path: Path) -> None:
+    samples = make_samples()
+    assert Stored(tmp_path / "all", samples).load().rollout_log_probs
+    samples[3] = replace(samples[3], rollout_log_probs=None)
+    some = Stored(tmp_path / "some", samples).load()
+    assert not some.rollout_log_probs
+    assert all(s.rollout_log_probs is None for s in some.steps[0].micro_batches[0])
+    dropped = Stored(tmp_path / "dropped", samples, keep=[True] * 3 + [False] * 3 + [True] * 6)
+    assert dropped.load().rollout_log_probs, "a sample that is not trained needs none"
