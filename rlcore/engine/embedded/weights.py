@@ -82,14 +82,15 @@ def _decode(blob: str, index: int) -> dict[str, Tensor]:
         raw = base64.b64decode(blob, validate=True)
     except (binascii.Error, ValueError) as error:
         raise EngineError(f"{place} is not base64: {error}.") from error
-    if raw[:1] == b"\x80":
-        raise EngineError(
-            f"{place} is a pickle, which this engine never loads; send base64 of safetensors bytes "
-            'with load_format "safetensors".'
-        )
     try:
         return load_bytes(raw)
     except (SafetensorError, ValueError, KeyError) as error:
+        # Asked only now: a safetensors header may begin with the byte of a pickle.
+        if raw[:1] == b"\x80":
+            raise EngineError(
+                f"{place} is a pickle, which this engine never loads; send base64 of safetensors "
+                'bytes with load_format "safetensors".'
+            ) from error
         raise EngineError(f"{place} is no safetensors blob: {error}.") from error
 
 
