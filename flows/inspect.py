@@ -16,6 +16,7 @@ from rlcore.errors import ConfigError, NotFound
 from rlcore.observe.history import records, status_of, summarise
 from rlcore.store.manifest import Manifest, StageRef
 from rlcore.store.objects import Objects
+from rlcore.store.paths import STAGES
 from rlcore.store.run_store import RunStore, run_ids
 
 # What goes into a file or a pipe is not cut to a terminal's width.
@@ -102,7 +103,9 @@ def show_iteration(root: str, run_id: str, iteration: int, *, as_json: bool) -> 
     store = RunStore(Objects.open(root), run_id)
     record = committed_record(store, iteration)
     manifests: dict[str, Manifest] = {
-        name: store.manifest(StageRef.model_validate(ref)) for name, ref in record["stages"].items()
+        name: store.manifest(StageRef.model_validate(record["stages"][name]))
+        for name in STAGES
+        if name in record["stages"]
     }
     if as_json:
         stages = {name: m.model_dump(mode="json") for name, m in manifests.items()}

@@ -57,7 +57,7 @@ class Progress:
         left = total - done.iteration - 1
         if (
             now - self._said < LINE_INTERVAL_S
-            and not last
+            and left
             and done.iteration != self._first_iteration
         ):
             return

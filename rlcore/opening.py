@@ -15,7 +15,7 @@ from rlcore.config import RunConfig, build_config, config_digest
 from rlcore.errors import ConfigError, Conflict
 from rlcore.run import Run, forget, set_current
 from rlcore.store.lease import Lease
-from rlcore.store.manifest import canonical_json
+from rlcore.store.manifest import SCHEMA_VERSION, canonical_json
 from rlcore.store.objects import Objects
 from rlcore.store.paths import outcome_key
 from rlcore.store.run_store import RunStore
@@ -123,5 +123,10 @@ def existing_config(root: str, run_id: str, options: dict[str, Any] | None = Non
 
 def put_outcome(store: RunStore, status: str, message: str, epoch: int) -> None:
     """Note how the driver of this epoch ended, for `sluice runs`; the truth is in the manifests."""
-    record = {"status": status, "message": message, "epoch": epoch}
+    record = {
+        "schema_version": SCHEMA_VERSION,
+        "status": status,
+        "message": message,
+        "epoch": epoch,
+    }
     store.objects.put(outcome_key(store.run_id), canonical_json(record))

@@ -21,7 +21,7 @@ from rlcore.store.lease import Lease
 from rlcore.store.manifest import Manifest, StageRef, chain_state_id
 from rlcore.store.retention import is_pruned, prune
 from rlcore.store.run_store import RunStore
-from rlcore.train.batch import BatchFiles
+from rlcore.train.trainer import BatchFiles
 from rlcore.work import Work
 
 SECONDS = "seconds"

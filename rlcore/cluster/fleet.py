@@ -22,8 +22,7 @@ from rlcore.starting_model import model_digest, model_path
 from rlcore.store.manifest import FileRef, chain_state_id, sha256_hex
 from rlcore.store.paths import new_attempt, run_prefix, stage_prefix, state_prefix
 from rlcore.store.run_store import RunStore
-from rlcore.train.batch import BatchFiles
-from rlcore.train.trainer import DType
+from rlcore.train.trainer import BatchFiles, DType
 from rlcore.weights.sync import SyncSpec
 from rlcore.work import Work
 

@@ -28,8 +28,8 @@ from rlcore.train.trainer import DType, StateDigest, TrainReport
 from rlcore.weights.sync import SyncReport, SyncSpec, WeightSync
 
 if TYPE_CHECKING:
-    from rlcore.train.batch import BatchFiles
     from rlcore.train.fsdp.trainer import FsdpTrainer
+    from rlcore.train.trainer import BatchFiles
 
 
 @dataclass(frozen=True, slots=True)

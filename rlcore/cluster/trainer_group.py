@@ -22,7 +22,7 @@ from rlcore.train.trainer import DType, TrainReport
 if TYPE_CHECKING:
     from rlcore.config.tree import ModelConfig
     from rlcore.store.manifest import FileRef
-    from rlcore.train.batch import BatchFiles
+    from rlcore.train.trainer import BatchFiles
     from rlcore.weights.sync import SyncReport, SyncSpec
 
 GRACE_S = 15.0

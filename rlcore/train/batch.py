@@ -19,7 +19,6 @@ applies."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -33,9 +32,8 @@ from rlcore.config.tree import AlgorithmConfig, TrainConfig
 from rlcore.errors import DataError
 from rlcore.sample import Status
 from rlcore.store.batch import read_parts
-from rlcore.store.manifest import FileRef
 from rlcore.store.objects import Objects
-from rlcore.train.trainer import TrainBatch, TrainStep
+from rlcore.train.trainer import BatchFiles, TrainBatch, TrainStep
 
 SAMPLE_COLUMNS = (
     "group_index",
@@ -46,16 +44,6 @@ SAMPLE_COLUMNS = (
     "loss_mask",
     "rollout_log_probs",
 )
-
-
-@dataclass(frozen=True, slots=True)
-class BatchFiles:
-    """The committed parts that iteration `iteration` trains on."""
-
-    iteration: int
-    rollout: tuple[FileRef, ...]
-    reward: tuple[FileRef, ...]
-    selection: tuple[FileRef, ...]
 
 
 def load_batch(

@@ -27,8 +27,19 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rlcore.algorithms.packing import TrainSequence
+    from rlcore.store.manifest import FileRef
 
 DType = Literal["float32", "bfloat16"]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchFiles:
+    """The committed parts that iteration `iteration` trains on."""
+
+    iteration: int
+    rollout: tuple[FileRef, ...]
+    reward: tuple[FileRef, ...]
+    selection: tuple[FileRef, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,8 @@ from rlcore.store.batch import (
     write_table,
 )
 from rlcore.store.objects import Objects
-from rlcore.train.batch import BatchFiles, load_batch
-from rlcore.train.trainer import TrainBatch
+from rlcore.train.batch import load_batch
+from rlcore.train.trainer import BatchFiles, TrainBatch
 
 
 def make_samples() -> list[Sample]:

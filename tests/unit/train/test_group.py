@@ -18,7 +18,7 @@ from rlcore.errors import ClusterError, Corrupt, Fenced, TrainError
 from rlcore.sample import Sample, Status
 from rlcore.store.batch import SCORES, SELECTION, rows_to_table, samples_to_table, write_table
 from rlcore.store.objects import Objects
-from rlcore.train.batch import BatchFiles
+from rlcore.train.trainer import BatchFiles
 
 
 @pytest.fixture(scope="module")
