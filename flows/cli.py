@@ -11,12 +11,14 @@ from typing import Annotated
 
 from cyclopts import App, CycloptsError, Parameter
 
+from rlcore import __version__
 from rlcore.errors import ConfigError, DataError, NotFound, PluginError, SluiceError
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 3
 
 app = App(
     name="sluice",
+    version=__version__,
     help="Train language models by reinforcement learning; kill it anywhere, lose nothing.",
 )
 config_app = App(name="config", help="Look at the configuration.")

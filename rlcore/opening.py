@@ -1,6 +1,5 @@
 """Opening a run: create or find it, take its lease, make its model folder, start its actors."""
 
-import importlib.metadata
 import logging
 import shutil
 import tempfile
@@ -9,6 +8,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from rlcore import __version__
 from rlcore.cluster import ray_session
 from rlcore.cluster.fleet import Fleet, FleetPlan
 from rlcore.config import RunConfig, build_config, config_digest
@@ -79,7 +79,7 @@ def create_or_check(store: RunStore, config: RunConfig) -> None:
     record = {
         "config": config.model_dump(mode="json"),
         "config_digest": config_digest(config),
-        "code": importlib.metadata.version("sluice-rl"),
+        "code": __version__,
         "parent": None,
     }
     try:

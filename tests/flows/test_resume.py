@@ -15,7 +15,7 @@ def test_a_killed_run_ends_bit_equal_to_one_never_killed(sluice: Sluice, tmp_pat
     process = sluice.start("train", str(config), "--run-id", "killed")
     wait_for(sluice.committed("killed", 2).exists)
     kill_tree(process.pid)
-    assert process.wait(10) == -signal.SIGKILL
+    process.wait(10)
     left = sluice.json("show", "killed")
     assert left["status"] == "interrupted"
     assert 3 <= left["committed"] < 7
