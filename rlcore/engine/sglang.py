@@ -15,7 +15,6 @@ def sglang_argv(
     *,
     tp: int = 1,
     dtype: str = "auto",
-    mem_fraction: float | None = None,
     context_length: int | None = None,
     host: str = "127.0.0.1",
     extra: Mapping[str, Scalar] | None = None,
@@ -32,7 +31,6 @@ def sglang_argv(
         "port": port,
         "tp_size": tp,
         "dtype": dtype,
-        "mem_fraction_static": mem_fraction,
         "context_length": context_length,
     }
     for name, value in (extra or {}).items():

@@ -10,7 +10,13 @@ VOCABULARY = 2000
 CHARACTERS = "0123456789+=>:;.,! abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
-def build(folder: Path, seed: int = 0, context_length: int = 8192, tie: bool = True) -> Path:
+def build(
+    folder: Path,
+    seed: int = 0,
+    context_length: int = 8192,
+    tie: bool = True,
+    head_dim: int = 16,
+) -> Path:
     """Write config, weights (float32) and tokenizer to `folder`, and return it."""
     import torch
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -33,7 +39,7 @@ def build(folder: Path, seed: int = 0, context_length: int = 8192, tie: bool = T
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=16,
+        head_dim=head_dim,
         max_position_embeddings=context_length,
         tie_word_embeddings=tie,
         bos_token_id=None,

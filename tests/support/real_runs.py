@@ -36,10 +36,10 @@ class Sluice:
             argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=self.cwd
         )
 
-    def __call__(self, *args: str, code: int = 0) -> str:
+    def __call__(self, *args: str, code: int = 0, timeout: float = RUN_TIMEOUT_S) -> str:
         """Run the command to its end; returns what it printed on standard output."""
         process = self.start(*args)
-        out, err = process.communicate(timeout=RUN_TIMEOUT_S)
+        out, err = process.communicate(timeout=timeout)
         assert process.returncode == code, f"exit code {process.returncode}\n{out}\n{err}"
         return out if code == 0 else out + err
 

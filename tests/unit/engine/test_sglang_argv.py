@@ -14,14 +14,13 @@ def test_settings_and_extras() -> None:
         3000,
         tp=2,
         dtype="bfloat16",
-        mem_fraction=0.6,
-        extra={"attention_backend": "fa3", "disable-cuda-graph": True, "enable_metrics": False},
+        extra={"mem_fraction_static": 0.6, "disable-cuda-graph": True, "enable_metrics": False},
     )
     assert argv[:3] == [sys.executable, "-m", "sglang.launch_server"]
     options = " ".join(argv[3:])
     assert options == (
         "--model-path /models/m --host 127.0.0.1 --port 3000 --tp-size 2 --dtype bfloat16 "
-        "--mem-fraction-static 0.6 --attention-backend fa3 --disable-cuda-graph"
+        "--mem-fraction-static 0.6 --disable-cuda-graph"
     )
 
 

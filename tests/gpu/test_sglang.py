@@ -1,0 +1,70 @@
+"""What only a GPU shows: the contract of a real SGLang server, and the quickstart trained with one.
+
+Run on a machine with a GPU and the extra `gpu`; skipped elsewhere.
+"""
+
+import importlib.util
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from real_runs import REPO, Sluice
+
+from rlcore.engine.launch import EngineProcess
+from rlcore.engine.sglang import sglang_argv
+from rlcore.net import free_port
+
+torch = pytest.importorskip("torch")
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(1200),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="sglang is not there"),
+]
+
+SERVER = {
+    "attention_backend": "fa3",
+    "sampling_backend": "pytorch",
+    "disable_cuda_graph": True,
+    "mem_fraction_static": 0.2,
+}
+
+
+def test_the_contract_holds_for_a_real_server(tmp_path: Path) -> None:
+    build = runpy.run_path(str(REPO / "tests" / "contract" / "tiny_model.py"))["build"]
+    model = build(tmp_path / "model", head_dim=64)
+    port = free_port()
+    engine = EngineProcess(port)
+    engine.start(sglang_argv(model, port, extra=SERVER), tmp_path / "engine.log")
+    try:
+        engine.wait_healthy(400)
+        env = os.environ | {"SLUICE_CONTRACT_URL": engine.url, "SLUICE_CONTRACT_MODEL": str(model)}
+        suite = REPO / "tests" / "contract" / "test_contract.py"
+        argv = [sys.executable, "-m", "pytest", "-q", "--import-mode=importlib", str(suite)]
+        run = subprocess.run(argv, env=env, cwd=REPO, capture_output=True, text=True)
+    finally:
+        engine.stop()
+    print(run.stdout[-8000:])
+    assert run.returncode == 0
+
+
+def test_the_quickstart_trains_with_sglang(tmp_path: Path) -> None:
+    sluice = Sluice(tmp_path / "root", cwd=tmp_path)
+    config = REPO / "examples" / "quickstart" / "gpu.toml"
+    printed = sluice(
+        "train", str(config), "--run-id", "gpu", "--set", "train.num_iterations=20", timeout=900
+    )
+    print(printed)
+    metrics = sluice.json("show", "gpu")["metrics"]
+    rewards = [m["reward"] for m in metrics]
+    print("reward", rewards)
+    print("canary", [m["sync/canary_abs_diff"] for m in metrics])
+    print("gap", [m["train/train_rollout_logprob_abs_diff"] for m in metrics])
+    assert len(metrics) == 20
+    assert sum(rewards[-3:]) > 2 * sum(rewards[:3])
+    assert max(m["sync/canary_abs_diff"] for m in metrics) < 0.05
+    assert sluice.json("verify", "gpu")["ok"]
