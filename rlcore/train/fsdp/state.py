@@ -20,12 +20,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.tensor import DTensor
 
 from rlcore.errors import Corrupt
 from rlcore.train.fsdp.model import Policy
 from rlcore.train.fsdp.optimizer import ShardedAdamW
+from rlcore.train.fsdp.shards import METADATA, ShardReader, ShardWriter, shard_name
 from rlcore.train.trainer import StateDigest
 
 STEPS, RNG = "optimizer_steps", "rng"
@@ -34,12 +34,11 @@ STEPS, RNG = "optimizer_steps", "rng"
 def save(folder: Path, policy: Policy, optimizer: ShardedAdamW) -> StateDigest:
     """Write this rank's shards below `folder`; rank 0 adds the metadata. Files are not synced to
     disk."""
-    folder.mkdir(parents=True, exist_ok=True)
     alone = dist.get_world_size() == 1
     with _quiet():
         dcp.save(
             _tensors(policy, optimizer),
-            storage_writer=FileSystemWriter(folder, sync_files=False),
+            storage_writer=ShardWriter(folder, dist.get_rank()),
             no_dist=alone,
         )
     return digest(policy, optimizer)
@@ -56,12 +55,12 @@ def load(folder: Path, policy: Policy, optimizer: ShardedAdamW) -> StateDigest:
         with _quiet():
             dcp.load(
                 tensors,
-                storage_reader=FileSystemReader(folder),
+                storage_reader=ShardReader(folder),
                 no_dist=dist.get_world_size() == 1,
             )
     except (Exception, dcp.CheckpointException) as error:
-        # DCP raises whatever its readers meet (pickle, zip, key and shape errors), and a class of
-        # its own, no Exception, around those of several ranks.
+        # DCP raises whatever its readers meet (pickle, header, key and shape errors), and a class
+        # of its own, no Exception, around those of several ranks.
         raise Corrupt(f"{folder} does not load as a state of this model: {error}") from error
     optimizer.set_steps(int(tensors[STEPS].item()))
     torch.set_rng_state(tensors[RNG])
@@ -70,8 +69,8 @@ def load(folder: Path, policy: Policy, optimizer: ShardedAdamW) -> StateDigest:
 
 def rank_files(folder: Path, rank: int) -> list[Path]:
     """The files of a saved state that `rank` has written."""
-    own = sorted(folder.glob(f"__{rank}_*"))
-    return [*own, folder / ".metadata"] if rank == 0 else own
+    names = [shard_name(rank), METADATA] if rank == 0 else [shard_name(rank)]
+    return [folder / name for name in names]
 
 
 def digest(policy: Policy, optimizer: ShardedAdamW) -> StateDigest:
@@ -98,7 +97,7 @@ def _digest(tensors: Iterable[tuple[str, Tensor]]) -> str:
     rank, world = dist.get_rank(), dist.get_world_size()
     lines: list[str] = []
     for i, (name, tensor) in enumerate(tensors):
-        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        whole = full(tensor)
         if i % world == rank:
             content = hashlib.sha256(whole.reshape(-1).cpu().numpy().data).hexdigest()
             lines.append(f"{name} {whole.dtype!s} {list(whole.shape)} {content}")
@@ -107,6 +106,14 @@ def _digest(tensors: Iterable[tuple[str, Tensor]]) -> str:
         dist.all_gather_object(gathered, lines)
         lines = [line for part in cast(list[list[str]], gathered) for line in part]
     return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
+
+
+def full(tensor: Tensor) -> Tensor:
+    """The whole of a tensor: gathered on all ranks where it is sharded."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    # What one rank holds is whole already; asking DTensor for it costs ten times as much.
+    return tensor.to_local() if tensor.device_mesh.size() == 1 else tensor.full_tensor()
 
 
 class _quiet(warnings.catch_warnings):

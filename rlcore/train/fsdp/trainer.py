@@ -8,13 +8,11 @@ from __future__ import annotations
 import resource
 from collections.abc import Iterator
 from pathlib import Path
-from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 
 from rlcore.algorithms.aggregate import Totals
 from rlcore.algorithms.packing import TrainSequence, pack
@@ -160,7 +158,7 @@ class FsdpTrainer:
         """Every weight once, whole, on the CPU; tied ones under the embedding's name."""
         policy, _ = self._held()
         for name, parameter in policy.weights():
-            whole = cast(DTensor, parameter).full_tensor()
+            whole = state.full(parameter.detach())
             yield name, whole.to(device="cpu", dtype=TORCH_DTYPES[dtype])
 
     def export_hf(self, folder: Path, dtype: DType) -> None:

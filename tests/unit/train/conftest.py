@@ -118,7 +118,7 @@ def toy() -> SimpleNamespace:
     )
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def process_group() -> Iterator[None]:
     """torch.distributed of one rank within the test process."""
     import torch

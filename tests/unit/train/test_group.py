@@ -95,7 +95,8 @@ async def test_a_group_trains_saves_and_goes_back(pair: TrainerGroup, spec: Trai
     assert await pair.holds("start")
     first = await pair.train("start", "one", files)
     saved = await pair.save_state("state-one")
-    assert {f.key.split("/")[-1][:4] for f in saved.files} == {"__0_", "__1_", ".met"}
+    names = [f"shard-0000{rank}.safetensors" for rank in (0, 1)]
+    assert sorted(f.key for f in saved.files) == [f"state-one/{n}" for n in [".metadata", *names]]
     second = await pair.train("one", "two", files)
     with pytest.raises(TrainError, match="holds state 'two', not 'one'"):
         await pair.train("one", "two", files)

@@ -87,7 +87,7 @@ def test_a_saved_state_goes_on_bit_for_bit(toy: Any, make_trainer: Any, tmp_path
 def test_a_damaged_state_is_named(make_trainer: Any, tmp_path: Path) -> None:
     trainer = make_trainer()
     trainer.save_state(tmp_path / "state")
-    part = next((tmp_path / "state").glob("__0_*"))
+    part = next((tmp_path / "state").glob("shard-*"))
     part.write_bytes(part.read_bytes()[: part.stat().st_size // 2])
     with pytest.raises(Corrupt, match="state does not load"):
         trainer.load_state(tmp_path / "state", "start")

@@ -63,7 +63,7 @@ def engine_url(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> 
         process.stop()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def process_group() -> Iterator[None]:
     """torch.distributed of one rank within the test process."""
     import torch
