@@ -34,7 +34,7 @@ slow: install
 	$(BIN)/python -m pytest -m slow
 
 bench: install
-	$(BIN)/python -m benchmarks
+	set -e; for file in benchmarks/[a-z]*.py; do $(BIN)/python -m benchmarks.$$(basename $$file .py); done
 
 clean:
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache build dist *.egg-info
