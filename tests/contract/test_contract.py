@@ -99,7 +99,13 @@ class Replay:
 
     def __init__(self, server: Server) -> None:
         self.server = server
-        self.http = httpx.Client(base_url=server.url, timeout=120, trust_env=False)
+        # A real server closes the connection after an error of its own; each request has its own.
+        self.http = httpx.Client(
+            base_url=server.url,
+            timeout=120,
+            trust_env=False,
+            limits=httpx.Limits(max_keepalive_connections=0),
+        )
         self.context = int(self.get("/v1/models")["data"][0]["max_model_len"])
         self.answers: dict[tuple[str, int], tuple[int, Any]] = {}
 
