@@ -6,7 +6,8 @@ Made through `ray.remote` by `trainer_group`. Calls come one at a time, the same
 Invariants:
 - Every call carries the driver's lease epoch; one lower than the highest seen raises `Fenced`.
 - State goes straight into the store where that is a local disk, else through the scratch folder.
-- A restored state is believed when the digests of what was loaded are those of the manifest."""
+- A restored state is believed when the digests of what was loaded are those of the manifest.
+"""
 
 from __future__ import annotations
 

@@ -13,8 +13,9 @@ proportionally fewer.
 Invariants:
 - All ranks agree on steps, micro-batch counts, totals and metrics; every trained sample is on one
   rank.
-- Every sample that is left out is counted in the batch's metrics, under the first reason that
-applies."""
+- Every sample that is left out is counted in the batch's metrics, under the first reason
+  that applies.
+"""
 
 from __future__ import annotations
 

@@ -11,7 +11,8 @@ Invariants:
   within a batch makes it dirty until a state is loaded.
 - On more than one rank every method is called on all ranks, with the same arguments but for the
   batch's rows.
-- Importing this module imports no torch."""
+- Importing this module imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +67,8 @@ class TrainBatch:
     """Whether every sample of the batch has the engine's log-probs."""
     metrics: dict[str, float] = field(default_factory=dict)
     """What is known of the batch before training, such as samples left out; goes into the
-    report."""
+    report.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +117,8 @@ class Trainer(Protocol):
 
     def named_tensors(self, dtype: DType) -> Iterator[tuple[str, Tensor]]:
         """Every weight whole and on the CPU, under its Hugging Face name; a gather a tensor on all
-        ranks."""
+        ranks.
+        """
 
     def export_hf(self, folder: Path, dtype: DType) -> None:
         """A Hugging Face folder that `from_pretrained` loads; rank 0 writes it."""

@@ -14,7 +14,8 @@ ranks.
 
 Invariants:
 - Whatever happens on rank 0, it takes part in every gather, so that no other rank is left waiting.
-- After a failure no engine stays paused, unless it does not answer."""
+- After a failure no engine stays paused, unless it does not answer.
+"""
 
 from __future__ import annotations
 

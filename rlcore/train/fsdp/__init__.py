@@ -5,4 +5,5 @@ goes through the steps of a batch, `state` saves and loads, and `trainer` ties t
 `Trainer` protocol.
 
 Invariants: the master weights and AdamW's moments are float32; on a CPU the same state and batch
-give the same new state bit for bit, in any process."""
+give the same new state bit for bit, in any process.
+"""

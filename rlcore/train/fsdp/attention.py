@@ -5,13 +5,15 @@ argument `layout` of the model's forward down to here.
 
 The sequences are laid out as the rows of a rectangle [n, longest]: padded on the right, causal
 attention needs no mask, since no token comes after padding that it could see. `packed_attention` is
-the one place that chooses a kernel."""
+the one place that chooses a kernel.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
@@ -30,7 +32,8 @@ class SequenceLayout:
     longest: int
     slots: Tensor | None
     """int64 [T]: the place of each token in the flattened rectangle; None when no sequence is
-    shorter."""
+    shorter.
+    """
 
     @classmethod
     def of(cls, lengths: tuple[int, ...], device: torch.device) -> SequenceLayout:
@@ -38,8 +41,10 @@ class SequenceLayout:
         longest = max(lengths)
         if min(lengths) == longest:
             return cls(len(lengths), longest, None)
-        slots = torch.cat([torch.arange(n) + i * longest for i, n in enumerate(lengths)])
-        return cls(len(lengths), longest, slots.to(device))
+        starts = np.cumsum(lengths) - lengths
+        shifts = np.arange(len(lengths)) * longest - starts
+        slots = np.arange(sum(lengths)) + np.repeat(shifts, lengths)
+        return cls(len(lengths), longest, torch.from_numpy(slots).to(device))
 
     def spread(self, x: Tensor) -> Tensor:
         """[1, heads, T, width] to [n, heads, longest, width], zeros in the padding."""

@@ -1,5 +1,4 @@
-"""One rollout batch through the optimizer: log-probs, then forward, backward and step, step by
-step.
+"""One rollout batch through the optimizer: log-probs, then forward, backward and update.
 
 The loss of a step is a sum over all its tokens with weights that add up to 1
 (`algorithms.aggregate`), so micro-batches and ranks just add up. FSDP averages gradients over
@@ -12,8 +11,9 @@ its gradient matters); else a forward pass over the whole batch before the first
 Invariants:
 - Nothing is applied of a step whose loss or gradient norm is not finite, and nothing of a batch
   whose log-probs are further from the engine's than `algorithm.max_logprob_gap`.
-- All ranks enter the same collectives in the same order: a rank without samples passes a masked
-token."""
+- All ranks enter the same collectives in the same order: a rank without samples passes a
+  masked token.
+"""
 
 from __future__ import annotations
 
@@ -132,7 +132,8 @@ class BatchLoop:
             tokens/s.
 
         Raises:
-            TrainError: a number is not finite, or the log-prob gap is too large."""
+            TrainError: a number is not finite, or the log-prob gap is too large.
+        """
         start = time.perf_counter()
         self._optimizer.drop_gradients()
         steps = [self._prepare(step) for step in self._batch.steps]

@@ -90,27 +90,39 @@ def load_policy(
     """Read a Hugging Face folder into float32 parameters on the CPU.
 
     Raises:
-        ConfigError: the folder is no causal language model, or one that this trainer would compute
-    wrongly."""
+        ConfigError: the folder is no causal language model, lacks weights, or is one that this
+            trainer would compute wrongly.
+    """
     from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
     register()
+    disable_progress_bar()
     if not (folder / "config.json").is_file():
         raise ConfigError(
             f"model.path: {folder} has no config.json; give a Hugging Face model folder"
         )
+    lm: Any
     try:
-        lm = AutoModelForCausalLM.from_pretrained(
+        lm, loaded = cast(Any, AutoModelForCausalLM).from_pretrained(
             folder,
             dtype=torch.float32,
             attn_implementation=ATTENTION,
             local_files_only=True,
             trust_remote_code=trust_remote_code,
+            output_loading_info=True,
         )
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(
             f"model.path: {folder} does not load as a causal language model: {error}"
         ) from error
+    missing = [*loaded["missing_keys"], *(key for key, *_ in loaded["mismatched_keys"])]
+    if missing:
+        # transformers would go on with random numbers in their place.
+        raise ConfigError(
+            f"model.path: {folder} lacks weights, or has them in another shape: "
+            f"{', '.join(sorted(missing)[:5])} ({len(missing)} in all)"
+        )
     for module in lm.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0

@@ -1,5 +1,4 @@
-"""AdamW over the local shards of FSDP2 parameters, the learning rate's course, and the gradient
-norm.
+"""AdamW over the local shards of FSDP2 parameters, the learning rate and the gradient norm.
 
 AdamW (arXiv 1711.05101, algorithm 2) works on each element alone, so it runs on plain local
 tensors, fused; torch does the arithmetic. The norm is that of the whole gradient over all ranks.
@@ -7,7 +6,8 @@ tensors, fused; torch does the arithmetic. The norm is that of the whole gradien
 Invariants:
 - Moments exist from the start, so that a fresh state saves and loads like any other.
 - A step is a function of parameters, gradients, moments and the step count: nothing else is
-remembered."""
+  remembered.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +84,8 @@ class ShardedAdamW:
 
     def collect_gradients(self) -> float:
         """Take over the parameters' gradients; returns the global norm of all of them, before
-        clipping."""
+        clipping.
+        """
         grads = []
         for name, parameter in self._parameters.items():
             grad = cast(DTensor, parameter.grad).to_local()
@@ -112,8 +113,9 @@ class ShardedAdamW:
             parameter.grad = None
 
     def moments(self) -> Iterator[tuple[str, DTensor]]:
-        """Each moment as a DTensor laid out like its parameter and sharing the optimizer's storage,
-        by `moment.parameter`."""
+        """Each moment, named `moment.parameter`: a DTensor laid out like its parameter, that shares
+        the optimizer's storage.
+        """
         for name, parameter in self._parameters.items():
             for moment in MOMENTS:
                 local = self._adamw.state[self._local[name]][moment]

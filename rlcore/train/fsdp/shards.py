@@ -9,7 +9,8 @@ A chunk of a tensor is stored under `name@offsets`, such as `model.lm_head.weigh
 
 Invariants:
 - Files are `shard-{rank}.safetensors` and `.metadata`; nothing else is written.
-- A reader maps the files and touches only what its own shards overlap."""
+- A reader maps the files and touches only what its own shards overlap.
+"""
 
 from __future__ import annotations
 

@@ -6,7 +6,8 @@ can read them.
 
 Invariants:
 - Digests hold names, shapes, types and bytes of whole tensors, and neither ranks nor file layout.
-- What is saved from what was loaded has the digests of what was loaded."""
+- What is saved from what was loaded has the digests of what was loaded.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ STEPS, RNG = "optimizer_steps", "rng"
 
 def save(folder: Path, policy: Policy, optimizer: ShardedAdamW) -> StateDigest:
     """Write this rank's shards below `folder`; rank 0 adds the metadata. Files are not synced to
-    disk."""
+    disk.
+    """
     alone = dist.get_world_size() == 1
     with _quiet():
         dcp.save(

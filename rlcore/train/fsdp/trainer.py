@@ -1,7 +1,8 @@
 """One rank of the FSDP2 trainer: the `Trainer` protocol over a policy and its optimizer.
 
 Invariants: torch.distributed is initialised before a trainer is made; all methods are entered by
-all ranks."""
+all ranks.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ class FsdpTrainer:
         trust_remote_code: bool = False,
     ) -> None:
         """`temperature` is the rollout's; `device` is `cpu` or `cuda` (this process's current
-        one)."""
+        one).
+        """
         self.loaded: str | None = None
         self.dirty = False
         self._train = train
@@ -61,7 +63,8 @@ class FsdpTrainer:
 
     def load(self, model_folder: Path, state_id: str) -> None:
         """Build policy, optimizer and (for a KL loss) the frozen reference from a Hugging Face
-        folder."""
+        folder.
+        """
         self.loaded, self.dirty = None, True
         self._policy = self._optimizer = None
         self._policy = self._build(model_folder, checkpointing=self._train.gradient_checkpointing)

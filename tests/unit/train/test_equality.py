@@ -1,5 +1,6 @@
 """The same batch gives the same numbers on any number of ranks, in any packing, and in plain
-torch."""
+torch.
+"""
 
 from pathlib import Path
 from typing import Any

@@ -165,6 +165,18 @@ def test_a_model_with_another_output_is_refused(
         make_trainer(tmp_path)
 
 
+def test_a_model_that_lacks_weights_is_refused(toy: Any, make_trainer: Any, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder = toy.write_model(tmp_path / "model")
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, file, metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"lacks weights.*layers\.1\.mlp\.up_proj"):
+        make_trainer(folder)
+
+
 def test_exported_weights_are_the_trainers(toy: Any, make_trainer: Any, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
