@@ -8,6 +8,7 @@ machine (if it finds one, the engine computes row by row).
 
 import os
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ PROMPT_MULTIPLE = 16
 """Prompts are padded to a multiple of this: matrix kernels treat full tiles alike."""
 PREFILL_TOKENS = 256
 """Prompts are read together up to this many tokens (padding included)."""
+BATCH_SIZES = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+"""Rows that a decode step is padded to: multiples of 16, like prompts."""
 LOGIT_ROWS = 256
 """Positions whose vocabulary-wide log-probabilities are held at once."""
 
@@ -58,9 +61,12 @@ class ModelRunner:
         _own_storage(self.model)
         self.state: dict[str, Tensor] = dict(self.model.state_dict())
         self.parameters = sum(p.numel() for p in model.parameters())
-        self.batch_sizes = _candidate_sizes(self.parameters)
+        sizing = _sizing(self.parameters)
+        self.batch_sizes = tuple(size for size in BATCH_SIZES if size <= sizing.largest_batch)
         self.batched_prefill = True
-        self.shortest_lane = _shortest_lane(self.parameters, self.config, self.kv_shape.head_dim)
+        self.shortest_lane = _shortest_lane(
+            self.parameters, sizing.lane_share, self.config, self.kv_shape.head_dim
+        )
         self._spill: Path | None = None
 
     @property
@@ -220,17 +226,26 @@ def _own_storage(model: torch.nn.Module) -> None:
             parameter.data = parameter.data.clone()
 
 
-def _candidate_sizes(parameters: int) -> tuple[int, ...]:
-    """Row counts of a decode step. Small models gain from large batches (a step costs mostly its
-    Python calls); for large ones more rows only make the padding of the last batch dearer.
-    """
-    largest = 512 if parameters <= 8_000_000 else 128 if parameters <= 64_000_000 else 64
-    return tuple(16 << i for i in range(10) if 16 << i <= largest)
+@dataclass(frozen=True, slots=True)
+class Sizing:
+    """How a model's decode steps are cut; measured on one core of a server processor."""
+
+    largest_batch: int
+    """Rows of a step. Small models gain from many (a step costs mostly its Python calls); for large
+    ones more rows only make the padding of the last batch dearer."""
+    lane_share: float
+    """Attention over the whole of the shortest lane, as a share of a step's other multiplications.
+    Longer lanes waste attention, shorter ones split batches; small models fill the split ones."""
 
 
-def _shortest_lane(parameters: int, config: Any, head_dim: int) -> int:
-    """The largest power of two at which attention over the whole lane stays near 4 % of a step's
-    multiplications (2 x parameters): shorter lanes would split batches for nothing."""
+def _sizing(parameters: int) -> Sizing:
+    if parameters <= 8_000_000:
+        return Sizing(512, 0.04)
+    return Sizing(128, 0.1) if parameters <= 64_000_000 else Sizing(64, 0.05)
+
+
+def _shortest_lane(parameters: int, share: float, config: Any, head_dim: int) -> int:
+    """The largest power of two, at least 16, at which attention stays within `share`."""
     per_position = 2 * config.num_hidden_layers * config.num_attention_heads * head_dim
-    fair = max(16, int(0.04 * parameters / per_position))
+    fair = max(16, int(share * parameters / per_position))
     return 1 << (fair.bit_length() - 1)

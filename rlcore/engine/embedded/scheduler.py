@@ -117,7 +117,8 @@ class Scheduler:
     @property
     def running(self) -> int:
         """Requests being generated."""
-        return sum(lane.count for lane in self._lanes.values())
+        # A copy: other threads ask while the worker adds lanes.
+        return sum(lane.count for lane in list(self._lanes.values()))
 
     @property
     def waiting(self) -> int:
