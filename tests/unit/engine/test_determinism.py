@@ -3,7 +3,9 @@ alone.
 """
 
 import random
+import runpy
 import threading
+from pathlib import Path
 from typing import Any
 
 Request = tuple[list[int], dict[str, Any]]
@@ -138,3 +140,19 @@ def test_without_a_seed_the_servers_seed_and_the_order_decide(
     assert run(same, batch) == first
     assert run(other, batch) != first
     assert run(one, batch) != first
+
+
+def test_a_vocabulary_that_fills_no_vector(tmp_path: Path, start_engine: Any) -> None:
+    """The quickstart's model: 45 logits a row, so that rows begin at every alignment."""
+    example = Path(__file__).parents[3] / "examples" / "quickstart" / "model.py"
+    runpy.run_path(str(example))["build"](tmp_path, 0)
+    engine = start_engine(tmp_path)
+    batch: list[Request] = [
+        ([3 + i % 10, 14], {"max_new_tokens": 1 + i % 40, "sampling_seed": i, "ignore_eos": True})
+        for i in range(300)
+    ]
+    together = run(engine, batch)
+    for i in range(0, 300, 29):
+        assert run(engine, [batch[i]]) == [together[i]]
+        neighbours = run(engine, batch[i : i + 3])
+        assert neighbours == together[i : i + 3]
