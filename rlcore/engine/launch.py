@@ -1,8 +1,9 @@
 """Engine processes: start one, wait until it answers, end it.
 
 Invariants:
-- An engine never outlives its parent: the kernel sends it SIGKILL when the parent thread's process
-  ends (Linux), and it leads a process group of its own, which `stop` ends as a whole.
+- An engine never outlives its parent: the kernel sends it SIGKILL when the thread that called
+  `start` ends (Linux; call it from one that lasts), and it leads a process group of its own, which
+  `stop` ends as a whole.
 - A start that fails says why: the error carries the last lines of the engine's log and where it
   lies.
 """

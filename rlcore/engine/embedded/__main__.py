@@ -48,7 +48,7 @@ def main(argv: list[str]) -> int:
             )
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         os.environ.setdefault("OMP_NUM_THREADS", str(arguments.threads))
-        from rlcore.engine.embedded.launch import serve
+        from rlcore.engine.embedded.start import serve
 
         return serve(arguments)
     except EngineError as error:

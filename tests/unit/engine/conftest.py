@@ -18,7 +18,7 @@ class LocalEngine:
 
     def __init__(self, model: Path, **settings: Any) -> None:
         from rlcore.engine.embedded.__main__ import parse_arguments
-        from rlcore.engine.embedded.launch import build_service
+        from rlcore.engine.embedded.start import build_service
 
         argv = ["--model-path", str(model), "--port", "0"]
         for name, value in settings.items():
