@@ -55,11 +55,7 @@ class Progress:
         self._last = done
         total = self._config.train.num_iterations
         left = total - done.iteration - 1
-        if (
-            now - self._said < LINE_INTERVAL_S
-            and left
-            and done.iteration != self._first_iteration
-        ):
+        if now - self._said < LINE_INTERVAL_S and left and done.iteration != self._first_iteration:
             return
         self._said = now
         m = done.metrics
