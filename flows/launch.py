@@ -8,15 +8,17 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from flows.server import start_server, stop, wait_healthy
+from flows.progress import Progress
+from flows.server import PrefectServer
+from rlcore.cluster.ray_session import connect, disconnect
 from rlcore.config import RunConfig, with_sets
 from rlcore.errors import SluiceError
+from rlcore.opening import open_run
+from rlcore.preflight import preflight
 
 FAILED, INTERRUPTED = 1, 3
 DRAIN_S = 5
@@ -36,20 +38,14 @@ def run_training(config: RunConfig, *, root: str | None, as_json: bool) -> int:
     Raises:
         ConfigError, DataError, PluginError: bad input; nothing was written.
     """
-    from rlcore.preflight import preflight
-
     began = time.perf_counter()
     config = named(config, root)
     preflight(config)
-    from flows.progress import Progress
-
     shown = Progress(config, began, quiet=as_json)
+    server = private_server(config)
     try:
-        with private_prefect(config, shown):
-            from rlcore.cluster.ray_session import connect
-
-            connect(config.cluster.ray_address)
-            result = asyncio.run(_train(config, shown))
+        connect(config.cluster.ray_address)
+        result = asyncio.run(_train(config, shown, server))
     except (KeyboardInterrupt, asyncio.CancelledError):
         shown.interrupted()
         return INTERRUPTED
@@ -57,7 +53,7 @@ def run_training(config: RunConfig, *, root: str | None, as_json: bool) -> int:
         shown.failed(error)
         return FAILED
     finally:
-        _leave_ray()
+        _leave(server)
     if as_json:
         json.dump(result, sys.stdout, indent=2)
         print()
@@ -76,60 +72,67 @@ def named(config: RunConfig, root: str | None) -> RunConfig:
     return with_sets(config, sets)
 
 
-async def _train(config: RunConfig, shown: Any) -> dict[str, Any]:
-    from flows.report import on_iteration
-    from flows.train import rl_train
-
-    on_iteration(shown.iteration)
-    loop = asyncio.get_running_loop()
-    task = asyncio.current_task()
-    assert task is not None
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, task.cancel)
-    result: dict[str, Any] = await rl_train(config)
-    return result
-
-
-@contextmanager
-def private_prefect(config: RunConfig, shown: Any) -> Iterator[None]:
-    """A Prefect server for as long as the block runs, unless the environment names one."""
+def private_server(config: RunConfig) -> PrefectServer | None:
+    """A booting Prefect server for this process, unless the environment names one that runs."""
     os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "WARNING")
     os.environ.setdefault("PREFECT_LOGGING_EXTRA_LOGGERS", "sluice")
     if os.environ.get("PREFECT_API_URL"):
-        shown.prefect(os.environ["PREFECT_API_URL"], own=False)
-        yield
-        return
+        return None
     root = config.storage.root.removeprefix("file://")
-    home = (Path(root) if "://" not in root else Path.home() / ".cache" / "sluice") / "prefect"
-    process, url = start_server(home)
-    os.environ["PREFECT_API_URL"] = url
+    parent = Path(root) if "://" not in root else Path.home() / ".cache" / "sluice"
+    server = PrefectServer(parent / "prefect")
+    os.environ["PREFECT_API_URL"] = server.api_url
+    return server
+
+
+async def _train(
+    config: RunConfig, shown: Progress, server: PrefectServer | None
+) -> dict[str, Any]:
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, task.cancel)
+    # The server boots, Prefect is imported and the actors come up side by side.
+    ready = asyncio.ensure_future(asyncio.to_thread(_prefect_ready, server))
     try:
-        from rlcore.cluster.ray_session import connect
+        async with open_run(config):
+            rl_train = await ready
+            shown.prefect(os.environ["PREFECT_API_URL"], own=server is not None)
+            _report_to(shown)
+            result: dict[str, Any] = await rl_train(config)
+            return result
+    except BaseException:
+        # The thread that waits for the server would hold the loop open.
+        if server is not None and not ready.done():
+            server.end()
+        raise
 
-        connect(config.cluster.ray_address)
-        import flows.train  # noqa: F401  (imported while the server starts)
 
-        wait_healthy(process, url, home)
-        shown.prefect(url, own=True)
-        yield
-    finally:
-        drain_prefect()
+def _prefect_ready(server: PrefectServer | None) -> Any:
+    from flows.train import rl_train
+
+    if server is not None:
+        server.wait()
+    return rl_train
+
+
+def _report_to(shown: Progress) -> None:
+    from flows.report import on_iteration
+
+    on_iteration(shown.iteration)
+
+
+def _leave(server: PrefectServer | None) -> None:
+    """End what was started, both at once, after Prefect has heard what there still is to say."""
+    if server is not None:
+        if "prefect.logging.handlers" in sys.modules:
+            from prefect.events.worker import EventsWorker
+            from prefect.logging.handlers import APILogWorker
+
+            APILogWorker.drain_all(timeout=DRAIN_S)
+            EventsWorker.drain_all(timeout=DRAIN_S)
         del os.environ["PREFECT_API_URL"]
-        stop(process)
-
-
-def drain_prefect() -> None:
-    """Send what this process still has to say to the server, before that goes away."""
-    if "prefect.logging.handlers" in sys.modules:
-        from prefect.events.worker import EventsWorker
-        from prefect.logging.handlers import APILogWorker
-
-        APILogWorker.drain_all(timeout=DRAIN_S)
-        EventsWorker.drain_all(timeout=DRAIN_S)
-
-
-def _leave_ray() -> None:
-    if "ray" in sys.modules:
-        import ray
-
-        ray.shutdown()
+        server.end()
+    disconnect()
+    if server is not None:
+        server.gone()

@@ -1,13 +1,9 @@
-"""A private Prefect server: SQLite under the run root, a free port, ended with the process that
-made it.
-"""
+"""A private Prefect server: SQLite under the run root, a free port, ended with its maker."""
 
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -17,90 +13,70 @@ from rlcore.errors import ClusterError
 from rlcore.net import free_port
 
 START_TIMEOUT_S = 120.0
+STOP_TIMEOUT_S = 5.0
 
 
-@contextmanager
-def prefect_server(home: Path) -> Iterator[str]:
-    """Run a server while the block runs.
+class PrefectServer:
+    """A server process. It boots while its maker does other things: `wait` says when it answers."""
 
-    Args:
-        home: folder of its database and log.
+    def __init__(self, home: Path) -> None:
+        """Start it.
 
-    Yields:
-        Its API's address.
+        Args:
+            home: folder of its database and log.
+        """
+        home.mkdir(parents=True, exist_ok=True)
+        port = free_port()
+        self.api_url = f"http://127.0.0.1:{port}/api"
+        self._log = home / "server.log"
+        env = os.environ | {
+            "PREFECT_HOME": str(home),
+            "PREFECT_API_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{home}/prefect.db",
+            "PREFECT_SERVER_UI_API_URL": self.api_url,
+            "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+            "PREFECT_SERVER_SERVICES_DB_VACUUM_ENABLED": "events,flow_runs",
+            "PREFECT_SERVER_LOGGING_LEVEL": "WARNING",
+        }
+        env.pop("PREFECT_API_URL", None)
+        argv = [sys.executable, "-m", "prefect", "server", "start"]
+        argv += ["--host", "127.0.0.1", "--port", str(port)]
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                argv,
+                env=env,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                preexec_fn=DieWithParent(os.getpid()),
+            )
 
-    Raises:
-        ClusterError: it did not answer in time; the text names its log.
-    """
-    process, url = start_server(home)
-    try:
-        wait_healthy(process, url, home)
-        yield url
-    finally:
-        stop(process)
+    def wait(self) -> None:
+        """Wait until the server answers its health check.
 
-
-def start_server(home: Path, port: int | None = None) -> tuple[subprocess.Popen[bytes], str]:
-    """Start a server and return at once; `wait_healthy` says when it answers."""
-    home.mkdir(parents=True, exist_ok=True)
-    port = port or free_port()
-    url = f"http://127.0.0.1:{port}/api"
-    env = os.environ | {
-        "PREFECT_HOME": str(home),
-        "PREFECT_API_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{home}/prefect.db",
-        "PREFECT_SERVER_UI_API_URL": url,
-        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
-        "PREFECT_SERVER_SERVICES_DB_VACUUM_ENABLED": "events,flow_runs",
-        "PREFECT_SERVER_LOGGING_LEVEL": "WARNING",
-    }
-    env.pop("PREFECT_API_URL", None)
-    with (home / "server.log").open("ab") as log:
-        argv = [
-            sys.executable,
-            "-m",
-            "prefect",
-            "server",
-            "start",
-            "--host",
-            "127.0.0.1",
-            "--port",
-            str(port),
-        ]
-        process = subprocess.Popen(
-            argv,
-            env=env,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-            preexec_fn=DieWithParent(os.getpid()),
+        Raises:
+            ClusterError: it ended or did not answer in time; the text names its log.
+        """
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while time.monotonic() < deadline and self._process.poll() is None:
+            try:
+                if httpx.get(f"{self.api_url}/health", timeout=2).status_code == 200:
+                    return
+            except httpx.HTTPError:
+                pass
+            time.sleep(0.1)
+        raise ClusterError(
+            f"the private Prefect server did not start; its log is {self._log}. "
+            "Set PREFECT_API_URL to use a server that runs already"
         )
-    return process, url
 
+    def end(self) -> None:
+        """Ask the server to end, and return at once."""
+        self._process.terminate()
 
-def wait_healthy(process: subprocess.Popen[bytes], url: str, home: Path) -> None:
-    """Wait until the server answers its health check."""
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while time.monotonic() < deadline:
-        if process.poll() is not None:
-            break
+    def gone(self) -> None:
+        """Wait until the server has ended; a slow one is killed, which SQLite survives."""
         try:
-            if httpx.get(f"{url}/health", timeout=2).status_code == 200:
-                return
-        except httpx.HTTPError:
-            pass
-        time.sleep(0.05)
-    raise ClusterError(
-        f"the private Prefect server did not start; its log is {home / 'server.log'}. "
-        "Set PREFECT_API_URL to use a server that runs already"
-    )
-
-
-def stop(process: subprocess.Popen[bytes]) -> None:
-    """End a server: gently, then not."""
-    if process.poll() is None:
-        process.terminate()
-        try:
-            process.wait(10)
+            self._process.wait(STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+            self._process.kill()
+            self._process.wait()

@@ -13,7 +13,7 @@ from rlcore.cluster import ray_session
 from rlcore.cluster.fleet import Fleet, FleetPlan
 from rlcore.config import RunConfig, build_config, config_digest
 from rlcore.errors import ConfigError, Conflict
-from rlcore.run import Run, forget, set_current
+from rlcore.run import Run, find_open, forget, set_current
 from rlcore.store.lease import Lease
 from rlcore.store.manifest import SCHEMA_VERSION, canonical_json
 from rlcore.store.objects import Objects
@@ -27,10 +27,15 @@ log = logging.getLogger("sluice")
 async def open_run(config: RunConfig) -> AsyncIterator[Run]:
     """Open a run for training: everything it holds is given back when the block ends.
 
+    A run that is open in this process already is used as it is and stays open.
+
     Raises:
         ConfigError: the run exists with another configuration.
         Fenced: another driver holds the run and is alive.
     """
+    if (opened := find_open(config.run.id)) is not None:
+        yield opened
+        return
     store = open_store(config)
     create_or_check(store, config)
     lease = Lease.acquire(store.objects, config.run.id, ttl_s=config.storage.lease_ttl_s)
@@ -50,9 +55,7 @@ async def open_run(config: RunConfig) -> AsyncIterator[Run]:
                     forget(run.id)
         finally:
             if connected:
-                import ray
-
-                ray.shutdown()
+                ray_session.disconnect()
         outcome = "completed"
     except Exception as error:
         outcome, message = "failed", f"{type(error).__name__}: {error}"

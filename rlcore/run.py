@@ -274,6 +274,11 @@ def current(run_id: str) -> Run:
     return _open[run_id]
 
 
+def find_open(run_id: str) -> Run | None:
+    """The run of that name, if it is open in this process."""
+    return _open.get(run_id)
+
+
 def set_current(run: Run) -> None:
     """Make an open run known to `current`."""
     _open[run.id] = run

@@ -4,6 +4,7 @@ something.
 
 import asyncio
 import os
+import sys
 from collections.abc import Awaitable
 from typing import Any, TypeVar
 
@@ -55,6 +56,14 @@ def connect(address: str) -> bool:
             "start one with `ray start --head` or use 'local'"
         ) from None
     return True
+
+
+def disconnect() -> None:
+    """End the connection to Ray, and a private Ray with it."""
+    if "ray" in sys.modules:
+        import ray
+
+        ray.shutdown()
 
 
 def actor_class(kind: type, num_gpus: float = 0.0) -> Any:
