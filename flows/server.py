@@ -1,6 +1,10 @@
 """A private Prefect server: SQLite under the run root, a free port, ended with its maker."""
 
+import contextlib
+import importlib.metadata
 import os
+import shutil
+import sqlite3
 import subprocess
 import sys
 import time
@@ -13,7 +17,17 @@ from rlcore.errors import ClusterError
 from rlcore.net import free_port
 
 START_TIMEOUT_S = 120.0
-STOP_TIMEOUT_S = 5.0
+STOP_TIMEOUT_S = 3.0
+IDLE_SERVICES = (
+    "CANCELLATION_CLEANUP",
+    "FOREMAN",
+    "LATE_RUNS",
+    "PAUSE_EXPIRATIONS",
+    "REPOSSESSOR",
+    "SCHEDULER",
+    "TRIGGERS",
+)
+"""Of use only where there are deployments, schedules and automations: a private server has none."""
 
 
 class PrefectServer:
@@ -29,17 +43,33 @@ class PrefectServer:
         port = free_port()
         self.api_url = f"http://127.0.0.1:{port}/api"
         self._log = home / "server.log"
+        self._database = home / "prefect.db"
+        self._new = not self._database.exists()
+        if self._new and empty_database().exists():
+            shutil.copyfile(empty_database(), self._database)
+            self._new = False
         env = os.environ | {
+            f"PREFECT_SERVER_SERVICES_{name}_ENABLED": "false" for name in IDLE_SERVICES
+        }
+        env |= {
             "PREFECT_HOME": str(home),
-            "PREFECT_API_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{home}/prefect.db",
+            "PREFECT_API_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{self._database}",
             "PREFECT_SERVER_UI_API_URL": self.api_url,
             "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
             "PREFECT_SERVER_SERVICES_DB_VACUUM_ENABLED": "events,flow_runs",
             "PREFECT_SERVER_LOGGING_LEVEL": "WARNING",
+            "PREFECT__SERVER_FINAL": "1",
         }
         env.pop("PREFECT_API_URL", None)
-        argv = [sys.executable, "-m", "prefect", "server", "start"]
-        argv += ["--host", "127.0.0.1", "--port", str(port)]
+        # What `prefect server start --background` runs, without the seconds that its command takes.
+        argv = [
+            sys.executable,
+            "-m",
+            "uvicorn",
+            "--factory",
+            "prefect.server.api.server:create_app",
+        ]
+        argv += ["--host", "127.0.0.1", "--port", str(port), "--log-level", "warning"]
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 argv,
@@ -60,6 +90,8 @@ class PrefectServer:
         while time.monotonic() < deadline and self._process.poll() is None:
             try:
                 if httpx.get(f"{self.api_url}/health", timeout=2).status_code == 200:
+                    if self._new:
+                        keep_empty(self._database)
                     return
             except httpx.HTTPError:
                 pass
@@ -80,3 +112,23 @@ class PrefectServer:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+
+
+def empty_database() -> Path:
+    """A database of this Prefect release before any run: copying it saves the migrations."""
+    release = importlib.metadata.version("prefect")
+    return Path.home() / ".cache" / "sluice" / f"prefect-{release}.db"
+
+
+def keep_empty(database: Path) -> None:
+    """Keep a copy of a new database for the next server; a home that is not writable keeps none."""
+    target = empty_database()
+    making = target.with_suffix(f".{os.getpid()}")
+    with contextlib.suppress(OSError):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with (
+            contextlib.closing(sqlite3.connect(database)) as source,
+            contextlib.closing(sqlite3.connect(making)) as copy,
+        ):
+            source.backup(copy)
+        making.replace(target)
