@@ -77,7 +77,7 @@ def test_bad_input_is_one_sentence_and_writes_nothing(
     assert place in said
     assert said.count("\n") == 1
     assert "Traceback" not in said
-    assert not sluice.root.exists() or not list(sluice.root.rglob("*"))
+    assert not Path(sluice.root).exists() or not list(Path(sluice.root).rglob("*"))
 
 
 def test_an_unwritable_root_is_refused(tmp_path: Path) -> None:

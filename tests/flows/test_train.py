@@ -36,9 +36,9 @@ def test_a_run_goes_the_whole_way_and_can_be_asked(sluice: Sluice, tmp_path: Pat
     assert rows == [{"iteration": i, "n": 64} for i in range(4)]
     assert [r["run_id"] for r in sluice.json("runs")] == ["whole"]
 
-    plain_readers_open_every_part(sluice.root)
-    the_checkpoint_loads_and_differs(sluice.root / "runs" / "whole")
-    assert (sluice.root / "runs" / "whole" / "reward.png").read_bytes().startswith(b"\x89PNG")
+    plain_readers_open_every_part(Path(sluice.root))
+    the_checkpoint_loads_and_differs(Path(sluice.root) / "runs" / "whole")
+    assert (Path(sluice.root) / "runs" / "whole" / "reward.png").read_bytes().startswith(b"\x89PNG")
 
 
 def plain_readers_open_every_part(root: Path) -> None:

@@ -24,7 +24,7 @@ RUN_TIMEOUT_S = 240
 class Sluice:
     """Calls the command with one root."""
 
-    root: Path
+    root: Path | str
     cwd: Path
     env: dict[str, str] = field(default_factory=dict)
 
@@ -49,7 +49,7 @@ class Sluice:
 
     def committed(self, run_id: str, iteration: int) -> Path:
         """The file that says that an iteration is committed."""
-        return self.root / "runs" / run_id / "it" / f"{iteration:06d}" / "_COMMITTED.json"
+        return Path(self.root) / "runs" / run_id / "it" / f"{iteration:06d}" / "_COMMITTED.json"
 
 
 def wait_for(what: Callable[[], bool], seconds: float = 120.0) -> None:
