@@ -9,15 +9,12 @@ Run: python -m benchmarks.commit_speed [--folder DIR] [--repeats N]
 """
 
 import argparse
-import json
 import os
-import platform
 import shutil
 import statistics
 import sys
 import tempfile
-import time
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +22,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from benchmarks._common import RESULTS, finish, machine, seconds
 from rlcore.sample import Sample, Status
 from rlcore.store.batch import SAMPLES, samples_to_table, write_table
 from rlcore.store.lease import Lease
@@ -35,7 +33,6 @@ from rlcore.store.run_store import RunStore
 
 SAMPLES_COUNT, TOKENS, PROMPT_TOKENS, GROUP = 8192, 1024, 128, 8
 GOAL = 0.70
-RESULT = Path(__file__).with_name("results") / "commit_speed.json"
 
 
 def make_table(count: int) -> pa.Table:
@@ -86,12 +83,6 @@ def commit(store: RunStore, lease: Lease, iteration: int, table: pa.Table) -> No
     store.commit(manifest, lease)
 
 
-def seconds(act: Callable[[], Any]) -> float:
-    began = time.perf_counter()
-    act()
-    return time.perf_counter() - began
-
-
 def measure(folder: Path, table: pa.Table, repeats: int) -> dict[str, Any]:
     """Both sides in turn, the first turn to warm up."""
     store = RunStore(Objects.open(folder / "store"), "bench")
@@ -101,9 +92,9 @@ def measure(folder: Path, table: pa.Table, repeats: int) -> dict[str, Any]:
     for turn in range(repeats + 1):
         # A sync in between keeps one side from paying for the other's dirty pages.
         os.sync()
-        one = seconds(lambda: pq.write_table(table, plain_file))
+        one = seconds(partial(pq.write_table, table, plain_file))
         os.sync()
-        two = seconds(lambda turn=turn: commit(store, lease, turn, table))
+        two = seconds(partial(commit, store, lease, turn, table))
         if turn:
             plain.append(one)
             ours.append(two)
@@ -128,8 +119,9 @@ def main() -> int:
     )
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--samples", type=int, default=SAMPLES_COUNT)
-    parser.add_argument("--result", type=Path, default=RESULT)
+    parser.add_argument("--result", type=Path, default=RESULTS / "commit_speed.json")
     args = parser.parse_args()
+    facts = machine("pyarrow", "numpy")
     table = make_table(args.samples)
     folder = Path(tempfile.mkdtemp(prefix="commit-speed-", dir=args.folder))
     try:
@@ -149,17 +141,9 @@ def main() -> int:
             "raw_bytes": table.nbytes,
         },
         **measured,
-        "machine": {
-            "cpus": os.cpu_count(),
-            "load_1m": round(os.getloadavg()[0], 2),
-            "python": platform.python_version(),
-            "pyarrow": pa.__version__,
-        },
+        "machine": facts,
     }
-    args.result.parent.mkdir(parents=True, exist_ok=True)
-    args.result.write_text(json.dumps(result, indent=2) + "\n")
-    sys.stdout.write(json.dumps(result, indent=2) + "\n")
-    return 0 if result["met"] else 1
+    return finish(result, args.result)
 
 
 if __name__ == "__main__":

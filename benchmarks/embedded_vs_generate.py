@@ -12,17 +12,14 @@ Run: python -m benchmarks.embedded_vs_generate [--model FOLDER] [--repeats N]
 """
 
 import argparse
-import json
-import os
-import platform
 import random
 import runpy
 import statistics
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,19 +27,18 @@ import httpx
 import torch
 import transformers
 
+from benchmarks._common import REPO, RESULTS, finish, machine, seconds
 from rlcore.engine.launch import EngineProcess, embedded_argv
 from rlcore.net import free_port
 
 REQUESTS, PROMPT, ANSWER = 64, (8, 200), (8, 96)
 MIXED_GOAL, QUICKSTART_GOAL_S = 1.0, 0.25
-HERE = Path(__file__).parent
-RESULT = HERE / "results" / "embedded_vs_generate.json"
+MODEL = REPO / "examples" / "quickstart" / "model.py"
 
 
 def build_model(folder: Path) -> Path:
     """A random Qwen3 of 10M parameters with the quickstart's tokenizer, in a folder."""
-    quickstart = HERE.parent / "examples" / "quickstart" / "model.py"
-    runpy.run_path(str(quickstart))["build"](folder, 0)
+    runpy.run_path(str(MODEL))["build"](folder, 0)
     config = transformers.Qwen3Config(
         vocab_size=8192,
         hidden_size=256,
@@ -73,12 +69,6 @@ def serving(model: Path, folder: Path) -> Iterator[httpx.Client]:
             yield http
     finally:
         engine.stop()
-
-
-def seconds(act: Callable[[], Any]) -> float:
-    began = time.perf_counter()
-    act()
-    return time.perf_counter() - began
 
 
 def post(http: httpx.Client, body: dict[str, Any]) -> None:
@@ -120,7 +110,7 @@ def mixed(model_folder: Path, folder: Path, repeats: int) -> dict[str, Any]:
     theirs, ours = [], []
     with serving(model_folder, folder) as http:
         for turn in range(repeats + 1):
-            one, two = seconds(generate), seconds(lambda: post(http, body))
+            one, two = seconds(generate), seconds(partial(post, http, body))
             if turn:
                 theirs.append(one)
                 ours.append(two)
@@ -137,7 +127,7 @@ def mixed(model_folder: Path, folder: Path, repeats: int) -> dict[str, Any]:
 
 def quickstart(folder: Path, repeats: int) -> dict[str, Any]:
     """Seconds of the quickstart's generation call."""
-    runpy.run_path(str(HERE.parent / "examples" / "quickstart" / "model.py"))["build"](folder, 0)
+    runpy.run_path(str(MODEL))["build"](folder, 0)
     params = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_new_tokens": 4}
     body = {
         "input_ids": [[3 + i % 10, 14] for i in range(32) for _ in range(16)],
@@ -145,7 +135,7 @@ def quickstart(folder: Path, repeats: int) -> dict[str, Any]:
         "return_logprob": True,
     }
     with serving(folder, folder) as http:
-        taken = [seconds(lambda: post(http, body)) for _ in range(repeats + 1)][1:]
+        taken = [seconds(partial(post, http, body)) for _ in range(repeats + 1)][1:]
     return {
         "call_s": [round(s, 4) for s in taken],
         "median_s": round(statistics.median(taken), 4),
@@ -158,11 +148,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", type=Path, help="model folder for the mixed requests")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--result", type=Path, default=RESULT)
+    parser.add_argument("--result", type=Path, default=RESULTS / "embedded_vs_generate.json")
     args = parser.parse_args()
     torch.set_num_threads(1)
     transformers.utils.logging.disable_progress_bar()
-    load = os.getloadavg()[0]
+    facts = machine("torch", "transformers")
     with tempfile.TemporaryDirectory(prefix="embedded-speed-") as name:
         folder = Path(name)
         model = args.model or build_model(folder / "mixed")
@@ -177,19 +167,9 @@ def main() -> int:
         "met": met,
         "mixed": {"requests": REQUESTS, "prompt": PROMPT, "answer": ANSWER, **of_mixed},
         "quickstart": {"requests": 512, **of_quickstart},
-        "machine": {
-            "cpus": os.cpu_count(),
-            "threads": 1,
-            "load_1m": round(load, 2),
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
+        "machine": {**facts, "threads": 1},
     }
-    args.result.parent.mkdir(parents=True, exist_ok=True)
-    args.result.write_text(json.dumps(result, indent=2) + "\n")
-    sys.stdout.write(json.dumps(result, indent=2) + "\n")
-    return 0 if met else 1
+    return finish(result, args.result)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,96 @@
+"""What the benchmarks share: facts of the machine, the spread of figures, the result file, and the
+`sluice` command as a user calls it.
+"""
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from datetime import datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+REPO = Path(__file__).parents[1]
+RESULTS = Path(__file__).with_name("results")
+SLUICE = Path(sys.executable).with_name("sluice")
+
+
+def machine(*packages: str) -> dict[str, Any]:
+    """Facts of the machine, to be taken before anything is measured: its load counts."""
+    return {
+        "cpus": len(os.sched_getaffinity(0)),
+        "cpu": _cpu_name(),
+        "load_1m": round(os.getloadavg()[0], 2),
+        "python": platform.python_version(),
+        **{package: version(package) for package in packages},
+    }
+
+
+def _cpu_name() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median, tail and ends of a list of figures."""
+    ordered = sorted(values)
+    return {
+        "median": round(statistics.median(ordered), 4),
+        "mean": round(statistics.fmean(ordered), 4),
+        "p95": round(ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))], 4),
+        "min": round(ordered[0], 4),
+        "max": round(ordered[-1], 4),
+        "count": len(ordered),
+    }
+
+
+def seconds(act: Callable[[], Any]) -> float:
+    """How long a call takes."""
+    began = time.perf_counter()
+    act()
+    return time.perf_counter() - began
+
+
+def sluice(*args: str | Path) -> str:
+    """Run the command in its own process, with no Prefect server and no root from outside.
+
+    Returns:
+        What it printed.
+    """
+    env = {k: v for k, v in os.environ.items() if k not in ("PREFECT_API_URL", "SLUICE_ROOT")}
+    done = subprocess.run(
+        [SLUICE, *args], env=env, cwd=REPO, stdout=subprocess.PIPE, text=True, check=False
+    )
+    if done.returncode:
+        raise SystemExit(f"sluice {' '.join(map(str, args))} ended with code {done.returncode}")
+    return done.stdout
+
+
+def read_records(root: Path, run_id: str) -> list[dict[str, Any]]:
+    """The commit record of every iteration of a run, read as plain files."""
+    files = sorted((root / "runs" / run_id / "it").glob("*/_COMMITTED.json"))
+    return [json.loads(file.read_text()) for file in files]
+
+
+def created(record: dict[str, Any]) -> float:
+    """When a record was committed, in seconds of the clock on the wall."""
+    return datetime.fromisoformat(record["created"]).timestamp()
+
+
+def finish(result: dict[str, Any], path: Path) -> int:
+    """Write and show a result.
+
+    Returns:
+        The exit code: 0 where the goals are met.
+    """
+    text = json.dumps(result, indent=2) + "\n"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    sys.stdout.write(text)
+    return 0 if result["met"] else 1
