@@ -43,11 +43,9 @@ def render(run_id: str, rows: list[dict[str, float]]) -> bytes:
     ):
         if any(name in r for r in rows):
             axes.plot(x, [r.get(name, float("nan")) for r in rows], label=label, color=color)
-    for name in sorted(
-        {k for r in rows for k in r if k.startswith("eval/") and k.endswith("/reward")}
-    ):
+    for name in sorted({k for r in rows for k in r if is_eval_reward(k)}):
         points = [(r["iteration"] + 1, r[name]) for r in rows if name in r]
-        label = f"eval {name.removeprefix('eval/').removesuffix('/reward')}"
+        label = f"eval {name.removeprefix('eval/')}"
         axes.plot(*zip(*points, strict=True), "o", markersize=4, alpha=0.8, label=label)
     axes.set(xlabel="iteration", ylabel="reward", title=run_id)
     axes.grid(alpha=0.25)
@@ -58,3 +56,8 @@ def render(run_id: str, rows: list[dict[str, float]]) -> bytes:
     figure.savefig(out, format="png")
     pyplot.close(figure)
     return out.getvalue()
+
+
+def is_eval_reward(name: str) -> bool:
+    """Whether a metric is the mean reward of an evaluation data set: `eval/<data set>`."""
+    return name.startswith("eval/") and name.count("/") == 1

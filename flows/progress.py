@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from flows.curve import draw_curve, is_eval_reward
 from rlcore.config import RunConfig
 from rlcore.run import IterationRef, Run
 
@@ -79,7 +80,6 @@ class Progress:
 
     def summary(self) -> None:
         """Where things are, and the commands to look further."""
-        from flows.curve import draw_curve
         from flows.inspect import last_checkpoint
 
         config = self._config
@@ -121,14 +121,15 @@ def _figure(metrics: dict[str, float], name: str) -> str:
 
 
 def _evals(metrics: dict[str, float]) -> str:
-    shown = [
-        f"{k.removeprefix('eval/')} {v:.2f}" for k, v in sorted(metrics.items()) if _is_headline(k)
-    ]
-    return "   " + ", ".join(shown) if shown else ""
-
-
-def _is_headline(name: str) -> bool:
-    return name.startswith("eval/") and "/pass@" in name
+    """The evaluations of an iteration: mean reward, pass@1 and the largest pass@k of each data set."""
+    shown = []
+    for key in sorted(k for k in metrics if is_eval_reward(k)):
+        passes = [k for k in metrics if k.startswith(f"{key}/pass@")]
+        ends = sorted(passes, key=lambda k: int(k.rpartition("@")[2]))
+        picked = dict.fromkeys((ends[0], ends[-1])) if ends else {}
+        figures = [f"{k.rpartition('/')[2]} {metrics[k]:.2f}" for k in picked]
+        shown.append(f"{key.removeprefix('eval/')} " + ", ".join([f"{metrics[key]:.2f}", *figures]))
+    return "   eval: " + "; ".join(shown) if shown else ""
 
 
 def _clock(seconds: float) -> str:
