@@ -118,6 +118,20 @@ class PackedBatch(TokenTensors):
         """Per-token values [T] to one tensor a sequence, [length - 1]: those of tokens[1:]."""
         return [part[:-1] for part in values.split(self.lengths)]
 
+    def inputs(self) -> PackedBatch:
+        """The batch without the last token of each sequence, which predicts nothing and which no
+        other token sees: all that a causal model must be given. A lone token stays.
+        """
+        lengths = np.asarray(self.lengths)
+        ends = np.cumsum(lengths)
+        kept = torch.from_numpy(np.delete(np.arange(ends[-1]), ends[lengths > 1] - 1))
+        tensors = {f.name: getattr(self, f.name) for f in fields(TokenTensors)}
+        chosen: dict[str, Any] = {
+            k: v if v is None else v.index_select(0, kept) for k, v in tensors.items()
+        }
+        shorter = tuple(np.maximum(lengths - 1, 1).tolist())
+        return PackedBatch(**chosen, cu_seqlens=_edges(shorter), lengths=shorter)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PaddedBatch(TokenTensors):
@@ -156,8 +170,7 @@ def pack(
         DataError: lengths that do not fit each other, or a sequence lacks log-probs asked for.
     """
     arrays, lengths = _flat(sequences, totals, how, log_probs)
-    edges = torch.tensor([0, *np.cumsum(lengths).tolist()], dtype=torch.int32)
-    return PackedBatch(**_tensors(arrays), cu_seqlens=edges, lengths=lengths)
+    return PackedBatch(**_tensors(arrays), cu_seqlens=_edges(lengths), lengths=lengths)
 
 
 def padded(
@@ -181,6 +194,11 @@ def padded(
         grid[name][real] = values
     mask = torch.from_numpy(real.astype(np.int64))
     return PaddedBatch(**_tensors(grid), attention_mask=mask, lengths=lengths)
+
+
+def _edges(lengths: Sequence[int]) -> Tensor:
+    """int32 [n + 1]: where each sequence begins, and the end."""
+    return torch.tensor([0, *np.cumsum(lengths).tolist()], dtype=torch.int32)
 
 
 def _tensors(arrays: _Arrays) -> dict[str, Any]:

@@ -167,7 +167,7 @@ class BatchLoop:
         )
         micros = []
         for sequences in step.micro_batches:
-            packed = pack(sequences, step.totals, how, log_probs=given)
+            packed = pack(sequences, step.totals, how, log_probs=given).inputs()
             rows = packed.loss_mask.nonzero()[:, 0]
             if not len(rows):
                 rows = torch.zeros(1, dtype=torch.int64)

@@ -137,10 +137,11 @@ class FsdpTrainer:
         out: list[list[float]] = []
         for part in self._cut(sequences):
             untrained = [TrainSequence(ids, len(ids) - 1, trainable=False) for ids in part]
-            packed = pack(untrained, Totals(0, 0), "token_mean").to(self._device)
+            packed = pack(untrained, Totals(0, 0), "token_mean").inputs().to(self._device)
             rows = torch.arange(len(packed.input_ids), device=self._device)
-            values, _entropy = policy.score(packed, rows, 1.0)
-            out.extend(v.tolist() for v in packed.per_sequence(values.cpu()))
+            values = policy.score(packed, rows, 1.0)[0].cpu().split(packed.lengths)
+            # A lone token was passed through all the same, and predicts nothing.
+            out.extend(v[: len(ids) - 1].tolist() for ids, v in zip(part, values, strict=True))
         return out
 
     def _cut(self, sequences: list[list[int]]) -> Iterator[list[list[int]]]:

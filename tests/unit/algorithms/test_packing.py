@@ -124,6 +124,20 @@ def test_per_sequence_gives_the_values_of_all_tokens_but_the_first(batch):
         assert [p.tolist() for p in parts] == [list(s.tokens[1:]) for s in batch]
 
 
+@given(batches)
+def test_inputs_lack_only_the_last_token_of_each_sequence(batch):
+    whole = pack(batch, totals_of(batch), "token_mean", log_probs=ALL)
+    out = whole.inputs()
+    assert out.lengths == tuple(max(1, len(s.tokens) - 1) for s in batch)
+    edges, whole_edges = out.cu_seqlens.tolist(), whole.cu_seqlens.tolist()
+    assert len(edges) == len(batch) + 1
+    for start, end, first in zip(edges, edges[1:], whole_edges, strict=False):
+        for name in TENSORS:
+            expected = getattr(whole, name)[first : first + end - start]
+            assert torch.equal(getattr(out, name)[start:end], expected)
+    assert out.loss_mask.sum() == whole.loss_mask.sum()
+
+
 @pytest.mark.parametrize("layout", [pack, padded])
 def test_no_sequences_make_one_masked_token_with_the_same_tensors(layout):
     out = layout([], Totals(tokens=10, sequences=2), "token_mean", log_probs=ALL)
