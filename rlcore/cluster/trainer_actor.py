@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import shutil
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -204,17 +205,24 @@ class TrainerActor:
         trainer = self._held()
         in_place = self._objects.local_path(key_prefix)
         folder = in_place or Path(self._spec.scratch) / f"save-{key_prefix.rsplit('/', 1)[-1]}"
-        digest = trainer.save_state(folder)
-        refs = []
-        for path in rank_files(folder, self._rank):
-            key = f"{key_prefix}/{path.name}"
+        trainer.save_state(folder)
+        files = [(path, f"{key_prefix}/{path.name}") for path in rank_files(folder, self._rank)]
+        # Digests of the files and of what they hold, and the wait for the disk, side by side.
+        with ThreadPoolExecutor(2) as aside:
             if in_place is not None:
-                _to_disk(path)
-                refs.append(file_ref(path, key))
+                synced = [aside.submit(_to_disk, path) for path, _ in files]
+                stored = [aside.submit(file_ref, path, key) for path, key in files]
             else:
-                refs.append(upload_file(self._objects, path, key))
+                synced = []
+                stored = [aside.submit(upload_file, self._objects, *file) for file in files]
+            digest = trainer.digest()
+            for one in synced:
+                one.result()
+            refs = tuple(one.result() for one in stored)
+        if in_place is None:
+            for path, _ in files:
                 path.unlink()
-        return SavedState(key_prefix, tuple(refs), digest.model_sha256, digest.optimizer_sha256)
+        return SavedState(key_prefix, refs, digest.model_sha256, digest.optimizer_sha256)
 
     def export_hf(self, epoch: int, key_prefix: str, dtype: DType) -> list[FileRef]:
         """Store a Hugging Face folder; rank 0 names its files."""

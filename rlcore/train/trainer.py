@@ -106,8 +106,11 @@ class Trainer(Protocol):
     def load_state(self, folder: Path, state_id: str) -> StateDigest:
         """Replace everything by a saved state; returns the digest of what is held now."""
 
-    def save_state(self, folder: Path) -> StateDigest:
+    def save_state(self, folder: Path) -> None:
         """Write this rank's share of the state into a local folder."""
+
+    def digest(self) -> StateDigest:
+        """Identity of the state that is held."""
 
     def train(self, prev_state_id: str, new_state_id: str, batch: TrainBatch) -> TrainReport:
         """All optimizer steps of one rollout batch: from one named state to the next."""

@@ -74,6 +74,7 @@ class ShardedAdamW:
         for local in self._local.values():
             moments = {name: torch.zeros_like(local) for name in MOMENTS}
             self._adamw.state[local] = moments
+        self._moments = dict(self._as_shards())
         self.set_steps(0)
 
     def set_steps(self, steps: int) -> None:
@@ -116,6 +117,9 @@ class ShardedAdamW:
         """Each moment, named `moment.parameter`: a DTensor laid out like its parameter, that shares
         the optimizer's storage.
         """
+        yield from self._moments.items()
+
+    def _as_shards(self) -> Iterator[tuple[str, DTensor]]:
         for name, parameter in self._parameters.items():
             for moment in MOMENTS:
                 local = self._adamw.state[self._local[name]][moment]

@@ -16,25 +16,25 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
+from torch import Tensor
 from torch.distributed.checkpoint import (
     LoadPlan,
     LoadPlanner,
     Metadata,
-    SavePlan,
-    SavePlanner,
     StorageReader,
-    StorageWriter,
 )
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import ReadItem
-from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 METADATA = ".metadata"
@@ -49,55 +49,55 @@ def _key(index: MetadataIndex) -> str:
     return f"{index.fqn}@{','.join(map(str, index.offset or ()))}"
 
 
-def _done(value: Any) -> Future[Any]:
-    future: Future[Any] = Future()
-    future.set_result(value)
+def _done() -> Future[None]:
+    future: Future[None] = Future()
+    future.set_result(None)
     return future
 
 
-class ShardWriter(StorageWriter):
-    """Writes below a local folder. The state may hold tensors only."""
+class ShardWriter:
+    """Writes states of always the same tensors. DCP's plan depends on names, shapes and placements
+    alone, and takes longer than writing a small model: it is made at the first save.
+    """
 
-    def __init__(self, folder: Path, rank: int) -> None:
-        self._folder = folder
-        self._file = shard_name(rank)
+    def __init__(self) -> None:
+        self._plan: tuple[list[tuple[str, str]], bytes] | None = None
 
-    def reset(self, checkpoint_id: str | os.PathLike[Any] | None = None) -> None:
-        """Nothing is kept between saves."""
+    def write(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
+        """Write this rank's chunks below a local folder; rank 0 adds the metadata.
 
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Make the folder."""
-        self._folder.mkdir(parents=True, exist_ok=True)
+        All ranks call it; only the first time do they wait for each other.
+        """
+        if self._plan is None:
+            self._plan = _plan_save(tensors)
+        chunks, metadata = self._plan
+        folder.mkdir(parents=True, exist_ok=True)
+        rank = dist.get_rank()
+        own = {key: _held(tensors[name]).cpu().contiguous() for key, name in chunks}
+        save_file(own, folder / shard_name(rank))
+        if rank == 0:
+            (folder / METADATA).write_bytes(metadata)
 
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """DCP's plan as it is."""
-        return plan
 
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """DCP's plans as they are."""
-        return plans
+def _plan_save(tensors: Mapping[str, Tensor]) -> tuple[list[tuple[str, str]], bytes]:
+    """(key and tensor name of each chunk that this rank writes, the metadata file)."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(dict(tensors), is_coordinator=rank == 0)
+    gathered: list[Any] = [None] * world
+    dist.all_gather_object(gathered, planner.create_local_plan())
+    # A function of the gathered plans alone, so every rank comes to the same.
+    plans, metadata = planner.create_global_plan(gathered)
+    metadata.storage_data = {
+        item.index: shard_name(r) for r, plan in enumerate(plans) for item in plan.items
+    }
+    own = [(_key(item.index), item.index.fqn) for item in plans[rank].items]
+    return own, pickle.dumps(metadata)
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's chunks."""
-        tensors, results = {}, []
-        for item in plan.items:
-            tensor = planner.resolve_data(item)
-            assert isinstance(tensor, torch.Tensor)
-            tensor = tensor.detach().cpu().contiguous()
-            tensors[_key(item.index)] = tensor
-            results.append(WriteResult(item.index, tensor.nbytes, self._file))
-        save_file(tensors, self._folder / self._file)
-        return _done(results)
 
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the metadata; only the coordinator is asked to."""
-        metadata.storage_data = {r.index: r.storage_data for part in results for r in part}
-        (self._folder / METADATA).write_bytes(pickle.dumps(metadata))
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[Any]) -> bool:
-        """Any local path."""
-        return True
+def _held(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor: one chunk."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class ShardReader(StorageReader):
@@ -141,7 +141,7 @@ class ShardReader(StorageReader):
                     target = planner.resolve_tensor(item).detach()
                     target.copy_(_part(chunk, item.storage_offsets, item.lengths))
                     planner.commit_tensor(item, target)
-        return _done(None)
+        return _done()
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[Any]) -> bool:

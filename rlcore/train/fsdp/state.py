@@ -32,18 +32,15 @@ from rlcore.train.trainer import StateDigest
 STEPS, RNG = "optimizer_steps", "rng"
 
 
-def save(folder: Path, policy: Policy, optimizer: ShardedAdamW) -> StateDigest:
+@torch.no_grad()
+def save(folder: Path, policy: Policy, optimizer: ShardedAdamW, writer: ShardWriter) -> None:
     """Write this rank's shards below `folder`; rank 0 adds the metadata. Files are not synced to
     disk.
+
+    Args:
+        writer: kept for as long as policy and optimizer are.
     """
-    alone = dist.get_world_size() == 1
-    with _quiet():
-        dcp.save(
-            _tensors(policy, optimizer),
-            storage_writer=ShardWriter(folder, dist.get_rank()),
-            no_dist=alone,
-        )
-    return digest(policy, optimizer)
+    writer.write(folder, _tensors(policy, optimizer))
 
 
 def load(folder: Path, policy: Policy, optimizer: ShardedAdamW) -> StateDigest:
@@ -75,6 +72,7 @@ def rank_files(folder: Path, rank: int) -> list[Path]:
     return [folder / name for name in names]
 
 
+@torch.no_grad()
 def digest(policy: Policy, optimizer: ShardedAdamW) -> StateDigest:
     """Digests of what is held; the same on every rank."""
     model = _digest((name, p.detach()) for name, p in policy.weights())

@@ -23,6 +23,7 @@ from rlcore.train.fsdp import state
 from rlcore.train.fsdp.loop import BatchLoop, LoopSettings
 from rlcore.train.fsdp.model import Policy, current_device, load_policy, shard
 from rlcore.train.fsdp.optimizer import ShardedAdamW, learning_rate
+from rlcore.train.fsdp.shards import ShardWriter
 from rlcore.train.trainer import DType, StateDigest, TrainBatch, TrainReport, check_can_train
 from rlcore.weights.export import write_hf_folder
 
@@ -58,6 +59,7 @@ class FsdpTrainer:
         self._policy: Policy | None = None
         self._reference: Policy | None = None
         self._optimizer: ShardedAdamW | None = None
+        self._writer = ShardWriter()
 
     # --- state ------------------------------------------------------------------------------------
 
@@ -71,6 +73,7 @@ class FsdpTrainer:
         if self._algorithm.use_kl_loss and self._reference is None:
             self._reference = self._build(model_folder).requires_grad_(False)
         self._optimizer = ShardedAdamW(list(self._policy.weights()), self._train)
+        self._writer = ShardWriter()
         self._folder = model_folder
         torch.manual_seed(self._seed)
         self.loaded, self.dirty = state_id, False
@@ -83,14 +86,18 @@ class FsdpTrainer:
         self.loaded, self.dirty = state_id, False
         return digest
 
-    def save_state(self, folder: Path) -> StateDigest:
+    def save_state(self, folder: Path) -> None:
         """Write this rank's share of the state that is held."""
         policy, optimizer = self._held()
         if self.dirty:
             raise TrainError(
                 "the trainer stopped in the middle of a batch, so it holds no state to save"
             )
-        return state.save(folder, policy, optimizer)
+        state.save(folder, policy, optimizer, self._writer)
+
+    def digest(self) -> StateDigest:
+        """Digests of what is held."""
+        return state.digest(*self._held())
 
     def _build(self, folder: Path, *, checkpointing: bool = False) -> Policy:
         policy = load_policy(

@@ -27,7 +27,8 @@ def run(job: dict[str, Any], rank: int) -> dict[str, Any]:
         report = trainer.train(trainer.loaded, f"after-{k}", shares[rank])
         out["reports"].append(report.metrics)
     if job.get("save"):
-        out["saved"] = trainer.save_state(job["save"])
+        trainer.save_state(job["save"])
+        out["saved"] = trainer.digest()
     if job.get("export"):
         trainer.export_hf(job["export"], "float32")
     out["log_probs"] = trainer.log_probs([[1, 2, 3]])

@@ -82,7 +82,8 @@ def test_same_state_and_batch_give_the_same_bits_in_another_process(
     there = one_rank.run(model_folder, [cut], save=tmp_path / "there")[0]["saved"]
     here = make_trainer()
     here.train("start", "next", cut[0])
-    assert here.save_state(tmp_path / "here") == there
+    here.save_state(tmp_path / "here")
+    assert here.digest() == there
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
