@@ -121,7 +121,7 @@ def _figure(metrics: dict[str, float], name: str) -> str:
 
 
 def _evals(metrics: dict[str, float]) -> str:
-    """The evaluations of an iteration: mean reward, pass@1 and the largest pass@k of each data set."""
+    """The evaluations of an iteration: mean reward, pass@1 and largest pass@k of each data set."""
     shown = []
     for key in sorted(k for k in metrics if is_eval_reward(k)):
         passes = [k for k in metrics if k.startswith(f"{key}/pass@")]
