@@ -17,7 +17,7 @@ from flows.server import PrefectServer
 from rlcore.cluster.ray_session import connect, disconnect
 from rlcore.config import RunConfig, with_sets
 from rlcore.errors import SluiceError
-from rlcore.opening import open_run
+from rlcore.opening import is_complete, open_run
 from rlcore.preflight import preflight
 
 FAILED, INTERRUPTED = 1, 3
@@ -42,18 +42,20 @@ def run_training(config: RunConfig, *, root: str | None, as_json: bool) -> int:
     config = named(config, root)
     preflight(config)
     shown = Progress(config, began, quiet=as_json)
-    server = private_server(config)
-    try:
-        connect(config.cluster.ray_address)
-        result = asyncio.run(_train(config, shown, server))
-    except (KeyboardInterrupt, asyncio.CancelledError):
-        shown.interrupted()
-        return INTERRUPTED
-    except SluiceError as error:
-        shown.failed(error)
-        return FAILED
-    finally:
-        _leave(server)
+    result: dict[str, Any] = {"run_id": config.run.id, "committed": config.train.num_iterations}
+    if not is_complete(config):
+        server = private_server(config)
+        try:
+            connect(config.cluster.ray_address)
+            result = asyncio.run(_train(config, shown, server))
+        except (KeyboardInterrupt, asyncio.CancelledError):
+            shown.interrupted()
+            return INTERRUPTED
+        except SluiceError as error:
+            shown.failed(error)
+            return FAILED
+        finally:
+            _leave(server)
     if as_json:
         json.dump(result, sys.stdout, indent=2)
         print()

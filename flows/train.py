@@ -13,7 +13,7 @@ from flows.iteration import iteration
 from flows.report import Reporter
 from rlcore.config import RunConfig
 from rlcore.errors import ClusterError, Conflict
-from rlcore.opening import open_run
+from rlcore.opening import is_complete, open_run
 from rlcore.run import Run
 
 API_PATIENCE_S = 600.0
@@ -29,6 +29,8 @@ async def rl_train(config: RunConfig) -> dict[str, Any]:
     Returns:
         The run's id, the number of committed iterations and the last iteration's metrics.
     """
+    if is_complete(config):
+        return {"run_id": config.run.id, "committed": config.train.num_iterations, "metrics": {}}
     async with open_run(config) as run, get_client() as client, Reporter(run) as report:
         metrics: dict[str, float] = {}
         for i in range(run.first_uncommitted(), config.train.num_iterations):

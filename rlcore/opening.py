@@ -73,6 +73,20 @@ def open_store(config: RunConfig) -> RunStore:
     return RunStore(objects, config.run.id)
 
 
+def is_complete(config: RunConfig) -> bool:
+    """Whether every iteration of the run is committed, so that nothing needs to be started.
+
+    Raises:
+        ConfigError: a run of this name exists with another configuration.
+    """
+    store = open_store(config)
+    last = store.last_committed()
+    if last is None or last + 1 < config.train.num_iterations:
+        return False
+    check_same(config, store.load_run())
+    return True
+
+
 def create_or_check(store: RunStore, config: RunConfig) -> None:
     """Make the run's record, or make sure that the one there is of the same configuration.
 

@@ -1,0 +1,48 @@
+"""What Prefect shows of a run: flows, tasks, names, states and artifacts, asked through its API."""
+
+from pathlib import Path
+from typing import Any
+
+import httpx
+from real_runs import Sluice, short
+
+from flows.server import PrefectServer
+
+TASKS = ["rollout", "reward", "filter", "train", "weight_sync", "evaluate", "checkpoint"]
+
+
+def test_prefect_shows_every_iteration_and_stage(tmp_path: Path) -> None:
+    server = PrefectServer(tmp_path / "prefect")
+    server.wait()
+    try:
+        sluice = Sluice(tmp_path / "root", tmp_path, env={"PREFECT_API_URL": server.api_url})
+        printed = sluice("train", str(short(tmp_path, iterations=3)), "--run-id", "seen")
+        assert server.api_url.removesuffix("/api") in printed
+        assert "for as long as this command runs" not in printed
+
+        runs = rows(server, "flow_runs")
+        assert {r["state_type"] for r in runs} == {"COMPLETED"}
+        assert [r["name"] for r in runs if r["name"].startswith("train-")] == ["train-seen"]
+        iterations = sorted(r["name"] for r in runs if not r["name"].startswith("train-"))
+        assert iterations == [f"seen-it{i:06d}" for i in range(3)]
+
+        stages = [t for t in rows(server, "task_runs") if not t["name"].startswith("rl-iteration")]
+        assert {t["state_type"] for t in stages} == {"COMPLETED"}
+        expected = [f"{task}-it{i:06d}" for i in range(3) for task in TASKS[: 5 if i < 2 else 7]]
+        assert sorted(t["name"] for t in stages) == sorted(expected)
+        policy = {t["name"].split("-it")[0]: t["empirical_policy"]["retries"] for t in stages}
+        assert policy == dict.fromkeys(TASKS, 2) | {"train": 0, "weight_sync": 0}
+
+        keys = {a["key"] for a in rows(server, "artifacts")}
+        assert keys == {"seen-progress", "seen-metrics", "seen-summary"}
+    finally:
+        server.end()
+        server.gone()
+
+
+def rows(server: PrefectServer, kind: str) -> list[dict[str, Any]]:
+    """All objects of a kind that the server knows."""
+    answer = httpx.post(f"{server.api_url}/{kind}/filter", json={"limit": 200}, timeout=30)
+    answer.raise_for_status()
+    found: list[dict[str, Any]] = answer.json()
+    return found
