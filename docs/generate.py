@@ -1,0 +1,153 @@
+"""Writes the tables in these pages that say what the code says: all settings, all columns.
+
+A table stands between `<!-- generated: NAME -->` and `<!-- end -->`; the rest of a page is left
+alone. `tests/unit/docs` fails where a page is not what this would write.
+
+Run: python docs/generate.py
+"""
+
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from rlcore.config import EvalDataset, RunConfig
+from rlcore.config.digest import NOT_COMPUTED
+from rlcore.config.tree import Section
+from rlcore.store.schema import SAMPLES, SCORES, SELECTION
+
+DOCS = Path(__file__).parent
+BLOCK = re.compile(r"(<!-- generated: (?P<name>[a-z ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+Schema = dict[str, Any]
+
+
+def settings() -> str:
+    """A table of each section of the configuration."""
+    parts = []
+    for name, field in RunConfig.model_fields.items():
+        section = field.annotation
+        parts.append(f"### `[{name}]`\n\n{field.description}")
+        if isinstance(section, type) and issubclass(section, Section):
+            parts.append(section_table(section, all_free=name in NOT_COMPUTED))
+        if name == "eval":
+            parts.append("### `[[eval.datasets]]`\n\nOne held-out data set.")
+            parts.append(section_table(EvalDataset, all_free=False))
+    return "\n\n".join(parts)
+
+
+def section_table(section: type[Section], *, all_free: bool) -> str:
+    """The settings of a section: name, type and range, default, help."""
+    schema = section.model_json_schema()
+    rows = []
+    for name, one in schema["properties"].items():
+        free = all_free or name in section.OPERATIONAL
+        default = "*required*" if name in schema.get("required", ()) else code(one.get("default"))
+        rows.append(
+            (f"`{name}`{' °' if free else ''}", kind_of(one), default, one.get("description", ""))
+        )
+    return table(("setting", "what it takes", "default", ""), rows)
+
+
+def kind_of(schema: Schema) -> str:
+    """What a setting takes, in words."""
+    if "enum" in schema or "const" in schema:
+        return " or ".join(code(v) for v in schema.get("enum", [schema.get("const")]))
+    if "anyOf" in schema:
+        kinds = [kind_of(one) for one in schema["anyOf"] if one.get("type") != "null"]
+        return " or ".join(dict.fromkeys(kinds))
+    if "$ref" in schema:
+        return "table"
+    match schema.get("type"):
+        case "array":
+            return f"list of {kind_of(schema['items'])}s"
+        case "object":
+            return "table"
+        case "boolean":
+            return "`true` or `false`"
+        case "string":
+            return {"file": "path", "function": "function"}.get(
+                schema.get("sluice_path", ""), "text"
+            )
+    name = {"integer": "integer", "number": "number"}[schema["type"]]
+    return f"{name} {bounds}" if (bounds := ", ".join(range_of(schema))) else name
+
+
+def range_of(schema: Schema) -> Iterator[str]:
+    """The bounds of a number."""
+    signs = {
+        "minimum": "≥",
+        "exclusiveMinimum": ">",
+        "maximum": "≤",
+        "exclusiveMaximum": "<",
+    }
+    for key, sign in signs.items():
+        if key in schema:
+            yield f"{sign} {schema[key]}"
+
+
+def code(value: Any) -> str:
+    """A value as TOML writes it; nothing for none."""
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    return f'`"{value}"`' if isinstance(value, str) else f"`{value}`"
+
+
+def columns(schema: pa.Schema) -> str:
+    """A table of a Parquet schema: column, type, what it holds."""
+    rows = [
+        (
+            f"`{field.name}`",
+            arrow_kind(field),
+            (field.metadata or {}).get(b"unit", b"").decode().replace("|", ", "),
+        )
+        for field in schema
+    ]
+    return table(("column", "type", "what, and its unit"), rows)
+
+
+def arrow_kind(field: pa.Field) -> str:
+    """A column's type as people say it."""
+    kind = field.type
+    name = f"list of {kind.value_type}" if pa.types.is_list(kind) else str(kind)
+    if (field.metadata or {}).get(b"encoding") == b"json":
+        name = "JSON text"
+    return name if not field.nullable else f"{name}, may be null"
+
+
+def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    """A Markdown table."""
+    lines = [head, ("---",) * len(head), *rows]
+    return "\n".join(
+        "| " + " | ".join(c.replace("|", "\\|") for c in line) + " |" for line in lines
+    )
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "settings": settings,
+    "samples": lambda: columns(SAMPLES),
+    "scores": lambda: columns(SCORES),
+    "selection": lambda: columns(SELECTION),
+}
+
+
+def filled(page: str) -> str:
+    """A page with its tables as they should be."""
+    return BLOCK.sub(lambda m: f"{m[1]}\n{TABLES[m['name']]()}\n\n{m[3]}", page)
+
+
+def main() -> int:
+    """Rewrite the tables of all pages."""
+    for path in sorted(DOCS.glob("*.md")):
+        text = path.read_text(encoding="utf-8")
+        if (new := filled(text)) != text:
+            path.write_text(new, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
