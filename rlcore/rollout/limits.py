@@ -7,6 +7,7 @@ does neither.
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -118,23 +119,25 @@ def check_request(input_ids: list[int], params: dict[str, Any], limits: Limits |
         )
 
 
+_ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "temperature": (lambda v: v >= 0, "0 or more"),
+    "top_p": (lambda v: 0 < v <= 1, "above 0 and at most 1"),
+    "min_p": (lambda v: 0 <= v <= 1, "between 0 and 1"),
+    "top_k": (lambda v: v == -1 or v >= 1, "-1 (off), or 1 or more"),
+    "max_new_tokens": (lambda v: v >= 0, "0 or more"),
+    "min_new_tokens": (lambda v: v >= 0, "0 or more"),
+    "sampling_seed": (lambda v: True, "a whole number"),
+    "n": (lambda v: v == 1, "1; send the prompt as often as responses are wanted"),
+}
+_WHOLE = frozenset({"top_k", "max_new_tokens", "min_new_tokens", "sampling_seed", "n"})
+
+
 def _check_numbers(params: dict[str, Any]) -> None:
-    allowed = {
-        "temperature": (lambda v: v >= 0, "0 or more"),
-        "top_p": (lambda v: 0 < v <= 1, "above 0 and at most 1"),
-        "min_p": (lambda v: 0 <= v <= 1, "between 0 and 1"),
-        "top_k": (lambda v: v == -1 or v >= 1, "-1 (off), or 1 or more"),
-        "max_new_tokens": (lambda v: v >= 0, "0 or more"),
-        "min_new_tokens": (lambda v: v >= 0, "0 or more"),
-        "sampling_seed": (lambda v: True, "a whole number"),
-        "n": (lambda v: v == 1, "1; send the prompt as often as responses are wanted"),
-    }
-    whole = {"top_k", "max_new_tokens", "min_new_tokens", "sampling_seed", "n"}
-    for name, (accepts, text) in allowed.items():
+    for name, (accepts, text) in _ALLOWED.items():
         value = params.get(name)
         if value is None:
             continue
-        number = isinstance(value, int if name in whole else (int, float)) and not isinstance(
+        number = isinstance(value, int if name in _WHOLE else (int, float)) and not isinstance(
             value, bool
         )
         if not number or not math.isfinite(value) or not accepts(value):
