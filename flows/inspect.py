@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rlcore.config import RunConfig
-from rlcore.errors import ConfigError, NotFound
+from rlcore.errors import ConfigError, NotFound, StoreError
 from rlcore.observe.history import records, status_of, summarise
 from rlcore.store.manifest import Manifest, StageRef
 from rlcore.store.objects import Objects
@@ -27,36 +27,35 @@ SHOWN_ROWS = 20
 def list_runs(root: str, *, as_json: bool) -> None:
     """All runs of a root: status and how far they are."""
     objects = Objects.open(root)
-    rows = []
-    for run_id in run_ids(objects):
-        store = RunStore(objects, run_id)
-        last = store.last_committed()
-        committed, total = (
-            (0 if last is None else last + 1),
-            store.load_run()["config"]["train"]["num_iterations"],
-        )
-        status, message = status_of(objects, run_id, committed, total)
-        reward = (
-            (store.committed(last) or {})["metrics"].get("rollout/raw_reward")
-            if last is not None
-            else None
-        )
-        rows.append(
-            {
-                "run_id": run_id,
-                "status": status,
-                "committed": committed,
-                "total": total,
-                "reward": reward,
-                "message": message,
-            }
-        )
+    rows = [run_row(objects, run_id) for run_id in run_ids(objects)]
     if as_json:
         print_json(rows)
     elif rows:
         out.print(table_of(rows))
     else:
         out.print(f"no runs under {root}")
+
+
+def run_row(objects: Objects, run_id: str) -> dict[str, Any]:
+    """A run's line in the list. A record that is torn is said there and hides no other run."""
+    store = RunStore(objects, run_id)
+    row = dict.fromkeys(("run_id", "status", "committed", "total", "reward", "message"))
+    try:
+        total = store.load_run()["config"]["train"]["num_iterations"]
+        last = store.last_committed()
+        record = None if last is None else store.committed(last)
+        committed = 0 if last is None else last + 1
+        status, message = status_of(objects, run_id, committed, total)
+    except StoreError as error:
+        return row | {"run_id": run_id, "status": "damaged", "message": str(error)}
+    return row | {
+        "run_id": run_id,
+        "status": status,
+        "committed": committed,
+        "total": total,
+        "reward": None if record is None else record["metrics"].get("rollout/raw_reward"),
+        "message": message,
+    }
 
 
 def show_run(root: str, run_id: str, *, as_json: bool) -> None:

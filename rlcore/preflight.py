@@ -5,13 +5,14 @@ row, since a function that raises or hangs would otherwise be found only after t
 """
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 
 from rlcore.config import ModelConfig, RunConfig
 from rlcore.data.dataset import check_dataset, first_rows
 from rlcore.errors import ConfigError, NotFound, PluginError, RewardError, StoreError
 from rlcore.opening import check_same, open_store
-from rlcore.plugins import check_signature, load_function
+from rlcore.plugins import check_signature, load_checked, load_function
 from rlcore.rollout.rewards import try_reward
 from rlcore.sample import Sample, Status
 
@@ -23,6 +24,7 @@ def preflight(config: RunConfig) -> None:
         ConfigError, DataError, PluginError: naming what is wrong and what would mend it.
     """
     check_root(config)
+    check_engine(config)
     check_model(config.model)
     check_data(config)
     check_plugins(config)
@@ -49,10 +51,20 @@ def check_root(config: RunConfig) -> None:
     check_same(config, record)
 
 
+def check_engine(config: RunConfig) -> None:
+    """The engine is installed, where it runs beside this process."""
+    here = config.cluster.ray_address == "local"
+    if here and config.rollout.engine == "sglang" and find_spec("sglang") is None:
+        raise ConfigError(
+            "rollout.engine = 'sglang', but sglang is not installed here; install the extra `gpu`, "
+            "or use 'embedded'"
+        )
+
+
 def check_model(model: ModelConfig) -> None:
     """The model folder is one, or the function that builds it loads."""
     if model.build:
-        load_function(model.build, "model.build")
+        load_checked(model.build, "model.build", "build")
         return
     folder = Path(model.path)
     if not folder.is_dir():

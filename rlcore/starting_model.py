@@ -8,8 +8,8 @@ import json
 from pathlib import Path
 
 from rlcore.config import ModelConfig
-from rlcore.errors import ConfigError, Corrupt
-from rlcore.plugins import load_function
+from rlcore.errors import ConfigError, Corrupt, PluginError
+from rlcore.plugins import load_checked
 from rlcore.store.files import download_folder, find_damage, upload_folder
 from rlcore.store.manifest import FileRef, canonical_json
 from rlcore.store.objects import Objects
@@ -37,6 +37,7 @@ def prepare_model(
 
     Raises:
         ConfigError: `model.build` wrote no model.
+        PluginError: it raised.
         Corrupt: the kept folder was altered.
     """
     if model.path:
@@ -70,7 +71,14 @@ def _listing(run_id: str) -> str:
 
 def _build(spec: str, seed: int, folder: Path) -> Path:
     folder.mkdir(parents=True)
-    load_function(spec, "model.build")(folder, seed)
+    build = load_checked(spec, "model.build", "build")
+    try:
+        build(folder, seed)
+    except Exception as error:
+        # A custom function may raise anything; all of it is the plugin's fault.
+        raise PluginError(
+            f"model.build = {spec!r} raised {type(error).__name__}: {error}"
+        ) from error
     if not (folder / "config.json").exists():
         raise ConfigError(
             f"model.build = {spec!r} wrote no config.json into the folder it was given"

@@ -104,7 +104,7 @@ class Fleet:
         """Start all actors side by side; end them when the block ends.
 
         Raises:
-            EngineError, ClusterError: one of them did not come up.
+            EngineError, ClusterError: one of them did not come up, or there are too few GPUs.
         """
         actors = Actors()
         try:
@@ -258,6 +258,7 @@ class Actors:
             The id of the state that the trainer holds.
         """
         config = plan.config
+        check_gpus(plan)
         gpus = engine_gpus(config) if config.rollout.engine == "sglang" else 0.0
         maker, spec = actor_class(EngineActor, gpus), engine_spec(plan)
         self._engines = [maker.remote(spec, rank) for rank in range(config.num_engines)]
@@ -298,6 +299,27 @@ class Actors:
             self._group.kill()
         for actor in (*self._engines, *([self.worker] if self.worker is not None else [])):
             ray.kill(actor)
+
+
+def check_gpus(plan: FleetPlan) -> None:
+    """The cluster has the GPUs that the actors will ask for: Ray would wait for them for ever.
+
+    Raises:
+        ClusterError: it has not.
+    """
+    import ray
+
+    config = plan.config
+    needed = config.world_size * trainer_gpus(config) if plan.cuda else 0.0
+    if config.rollout.engine == "sglang":
+        needed += config.num_engines * engine_gpus(config)
+    there = ray.cluster_resources().get("GPU", 0.0)
+    if needed > there:
+        raise ClusterError(
+            f"engines and trainer ask for {needed:g} GPUs, and the Ray cluster "
+            f"({config.cluster.ray_address}) has {there:g}; set cluster.device = 'cpu' and "
+            "rollout.engine = 'embedded', ask for fewer, or name another cluster.ray_address"
+        )
 
 
 async def start_trainer(plan: FleetPlan) -> TrainerGroup:

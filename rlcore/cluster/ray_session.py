@@ -16,6 +16,8 @@ PRIVATE_OBJECT_STORE = 256 * 2**20
 """Bytes. Only small records pass through Ray's object store, so a private Ray needs little of
 it.
 """
+STARTS = 3
+"""How often a private Ray is begun before a machine counts as too slow for it."""
 
 
 def connect(address: str) -> bool:
@@ -48,13 +50,25 @@ def connect(address: str) -> bool:
             "object_store_memory": PRIVATE_OBJECT_STORE,
             "num_cpus": os.cpu_count() or 1,
         }
-    try:
-        ray.init(address=address, **options)
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        raise ClusterError(
-            f"cluster.ray_address = {address!r}: no Ray head answers there ({error}); "
-            "start one with `ray start --head` or use 'local'"
-        ) from None
+    for attempt in range(STARTS):
+        try:
+            ray.init(address=address, **options)
+            break
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise ClusterError(
+                f"cluster.ray_address = {address!r}: no Ray head answers there ({error}); "
+                "start one with `ray start --head` or use 'local'"
+            ) from None
+        except Exception as error:
+            # Ray gives its own processes 30 seconds, which no setting changes, and raises a bare
+            # Exception after it: a busy machine needs longer. What it began ends with this process.
+            if type(error) is not Exception:
+                raise
+            if attempt + 1 == STARTS:
+                raise ClusterError(
+                    f"cluster.ray_address = {address!r}: a private Ray did not start within 30 s, "
+                    f"{STARTS} times over ({error}); the machine is overloaded or short of memory"
+                ) from None
     return True
 
 

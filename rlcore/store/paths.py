@@ -10,7 +10,7 @@ Invariants:
 import re
 import uuid
 
-from rlcore.errors import StoreError
+from rlcore.errors import NotFound, StoreError
 
 STAGES = ("rollout", "reward", "filter", "train", "weight_sync", "evaluate", "checkpoint")
 """The stages of one iteration in the order in which they depend on one another."""
@@ -30,10 +30,10 @@ def run_prefix(run_id: str) -> str:
     """Folder of a run.
 
     Raises:
-        StoreError: the id would not be a plain folder name.
+        NotFound: the id is no plain folder name, so no run can have it.
     """
     if not _RUN_ID.fullmatch(run_id):
-        raise StoreError(
+        raise NotFound(
             f"run id {run_id!r} is not usable as a folder name; use letters, digits, '.', '_' and "
             "'-', at most 128, beginning with a letter or digit"
         )

@@ -48,6 +48,12 @@ def model_without_config(folder: Path) -> tuple[list[str], str]:
     return ["--set", f"model.path={folder}/empty", "--set", "model.build="], "config.json"
 
 
+def builder_of_another_form(folder: Path) -> tuple[list[str], str]:
+    path = folder / "builds.py"
+    path.write_text("def build():\n    pass\n")
+    return ["--set", f"model.build={path}:build"], "called as (folder, seed)"
+
+
 def contradiction(folder: Path) -> tuple[list[str], str]:
     return ["--set", "train.global_batch_size=63"], "train.global_batch_size"
 
@@ -61,6 +67,7 @@ CASES = [
     raising_reward,
     endless_reward,
     model_without_config,
+    builder_of_another_form,
     contradiction,
 ]
 
@@ -91,3 +98,7 @@ def test_an_unwritable_root_is_refused(tmp_path: Path) -> None:
 
 def test_an_unknown_option_is_bad_input(sluice: Sluice, tmp_path: Path) -> None:
     sluice("train", str(short(tmp_path, iterations=1)), "--nonsense", code=2)
+
+
+def test_a_name_that_no_run_can_have_is_bad_input(sluice: Sluice) -> None:
+    assert "'../x'" in sluice("show", "../x", code=2)

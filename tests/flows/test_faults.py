@@ -1,0 +1,72 @@
+"""Faults of the surroundings: what they make a command say, and that nothing else suffers."""
+
+import json
+from pathlib import Path
+
+import pytest
+from real_runs import Sluice, short
+
+from rlcore.cluster import ray_session
+from rlcore.cluster.fleet import FleetPlan, check_gpus
+from rlcore.config import load_config
+from rlcore.errors import ClusterError, PluginError
+from rlcore.opening import create_or_check, open_store
+from rlcore.starting_model import prepare_model
+from rlcore.store.objects import Objects
+
+
+def test_a_private_ray_that_starts_slowly_is_begun_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    begun = 0
+
+    def init(**options: object) -> None:
+        nonlocal begun
+        begun += 1
+        if begun < ray_session.STARTS:
+            raise Exception("The current node timed out during startup.")
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    assert ray_session.connect("local")
+    assert begun == ray_session.STARTS
+
+    begun = -ray_session.STARTS
+    with pytest.raises(ClusterError, match="overloaded"):
+        ray_session.connect("local")
+
+
+def test_gpus_that_are_not_there_are_an_error_and_no_endless_wait(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import ray
+
+    sets = ["cluster.device=cuda", f"storage.root={tmp_path}", "run.id=x"]
+    config = load_config(short(tmp_path, iterations=1), sets)
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 2.0})
+    with pytest.raises(ClusterError, match=r"1 GPUs.* has 0"):
+        check_gpus(FleetPlan(config, open_store(config), epoch=1, scratch=tmp_path))
+
+
+def test_one_torn_record_hides_no_other_run(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    for name in ("torn", "whole"):
+        sets = [f"storage.root={root}", f"run.id={name}"]
+        config = load_config(short(tmp_path, iterations=1), sets)
+        create_or_check(open_store(config), config)
+    record = root / "runs" / "torn" / "run.json"
+    record.write_bytes(record.read_bytes()[:100])
+
+    torn, whole = json.loads(Sluice(root, cwd=tmp_path)("runs", "--json"))
+    assert torn["status"] == "damaged"
+    assert "run.json is torn" in torn["message"]
+    assert (whole["run_id"], whole["status"]) == ("whole", "new")
+
+
+def test_a_model_builder_that_raises_is_named(tmp_path: Path) -> None:
+    (tmp_path / "models.py").write_text("def build(folder, seed):\n    raise KeyError('width')\n")
+    sets = [f"model.build={tmp_path}/models.py:build"]
+    model = load_config(short(tmp_path, iterations=1), sets).model
+    objects = Objects.open(tmp_path / "root")
+    with pytest.raises(PluginError, match=r"model\.build = .*raised KeyError: 'width'"):
+        prepare_model(objects, "x", model, 0, tmp_path / "scratch")
