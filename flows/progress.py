@@ -2,6 +2,7 @@
 end.
 """
 
+import shlex
 import time
 from pathlib import Path
 
@@ -113,7 +114,7 @@ class Progress:
 
     def _root_option(self) -> str:
         root = self._config.storage.root
-        return "" if root == str(Path("sluice-data").resolve()) else f" --root {root}"
+        return "" if root == str(Path("sluice-data").resolve()) else f" --root {shlex.quote(root)}"
 
 
 def _figure(metrics: dict[str, float], name: str) -> str:

@@ -10,11 +10,12 @@ from pathlib import Path
 
 from rlcore.config import ModelConfig, RunConfig
 from rlcore.data.dataset import check_dataset, first_rows
-from rlcore.errors import ConfigError, NotFound, PluginError, RewardError, StoreError
+from rlcore.errors import ConfigError, Fenced, NotFound, PluginError, RewardError, StoreError
 from rlcore.opening import check_same, open_store
 from rlcore.plugins import check_signature, load_checked, load_function
 from rlcore.rollout.rewards import try_reward
 from rlcore.sample import Sample, Status
+from rlcore.store.lease import held_by, is_held, read_lease
 
 
 def preflight(config: RunConfig) -> None:
@@ -22,6 +23,7 @@ def preflight(config: RunConfig) -> None:
 
     Raises:
         ConfigError, DataError, PluginError: naming what is wrong and what would mend it.
+        Fenced: another driver holds the run and is alive.
     """
     check_root(config)
     check_engine(config)
@@ -32,7 +34,10 @@ def preflight(config: RunConfig) -> None:
 
 
 def check_root(config: RunConfig) -> None:
-    """The root can be written to, and holds no other run of this name."""
+    """The root can be written to, and holds no other run of this name nor one that is driven now.
+
+    A driver takes the lease later, for good; this look spares a second one all that it would start.
+    """
     root = config.storage.root
     if root.startswith("memory://"):
         raise ConfigError(
@@ -49,6 +54,9 @@ def check_root(config: RunConfig) -> None:
     except NotFound:
         return
     check_same(config, record)
+    lease = read_lease(store.objects, config.run.id)
+    if lease is not None and is_held(lease):
+        raise Fenced(held_by(config.run.id, lease))
 
 
 def check_engine(config: RunConfig) -> None:

@@ -13,14 +13,14 @@ from rlcore.plugins import load_checked
 from rlcore.store.files import download_folder, find_damage, upload_folder
 from rlcore.store.manifest import FileRef, canonical_json
 from rlcore.store.objects import Objects
-from rlcore.store.paths import run_prefix
+from rlcore.store.paths import model_listing_key, model_prefix
 
 
 def model_path(objects: Objects, run_id: str, model: ModelConfig, scratch: Path) -> Path:
     """The local folder that the starting model has, or will have once it is prepared."""
     if model.path:
         return Path(model.path)
-    return objects.local_path(_prefix(run_id)) or scratch / "model"
+    return objects.local_path(model_prefix(run_id)) or scratch / "model"
 
 
 def prepare_model(
@@ -42,8 +42,8 @@ def prepare_model(
     """
     if model.path:
         return
-    prefix = _prefix(run_id)
-    listing = _listing(run_id)
+    prefix = model_prefix(run_id)
+    listing = model_listing_key(run_id)
     if not objects.exists(listing):
         made = _build(model.build, seed, scratch / "building")
         refs = upload_folder(objects, made, prefix)
@@ -58,15 +58,7 @@ def prepare_model(
 
 def model_digest(objects: Objects, run_id: str, model: ModelConfig) -> str:
     """What names the starting model: its path, or the digests of the files that were built."""
-    return model.path or objects.get(_listing(run_id)).decode()
-
-
-def _prefix(run_id: str) -> str:
-    return f"{run_prefix(run_id)}/model"
-
-
-def _listing(run_id: str) -> str:
-    return f"{_prefix(run_id)}/_FILES.json"
+    return model.path or objects.get(model_listing_key(run_id)).decode()
 
 
 def _build(spec: str, seed: int, folder: Path) -> Path:

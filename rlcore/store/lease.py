@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rlcore.errors import Fenced, NotFound, StoreError
+from rlcore.errors import Corrupt, Fenced, NotFound, StoreError
 from rlcore.store.manifest import SCHEMA_VERSION, canonical_json, parse_record
 from rlcore.store.objects import Objects
 from rlcore.store.paths import lease_key
@@ -72,11 +72,7 @@ class Lease:
         while True:
             record, tag = _read(objects, key)
             if record and not steal and not _is_free(record, holder):
-                raise Fenced(
-                    f"run {run_id} is held by {record['holder']} (epoch {record['epoch']}) until "
-                    f"{_clock(record['expires'])}; stop that driver, wait, or take the run over "
-                    "with steal"
-                )
+                raise Fenced(held_by(run_id, record))
             epoch = record["epoch"] + 1 if record else 1
             if objects.compare_and_swap(key, _record(epoch, holder, time.time() + ttl_s), tag):
                 return cls(objects, run_id, holder, epoch, ttl_s)
@@ -185,6 +181,15 @@ def is_held(record: dict[str, Any] | None) -> bool:
     return record is not None and not _is_free(record, holder="")
 
 
+def held_by(run_id: str, record: dict[str, Any]) -> str:
+    """Who holds a run, and what to do, in a sentence."""
+    return (
+        f"run {run_id} is held by {record['holder']} (epoch {record['epoch']}) until "
+        f"{_clock(record['expires'])}, which it puts off for as long as it lives; stop that driver "
+        "first"
+    )
+
+
 def _is_free(record: dict[str, Any], holder: str) -> bool:
     return bool(
         record["holder"] == holder or record["expires"] <= time.time() or _is_dead(record["holder"])
@@ -237,7 +242,10 @@ def _read(objects: Objects, key: str) -> tuple[dict[str, Any] | None, str | None
         data, tag = objects.read_with_tag(key)
     except NotFound:
         return None, None
-    return parse_record(data, objects.url(key)), tag
+    record = parse_record(data, objects.url(key))
+    if missing := {"epoch", "holder", "expires"} - record.keys():
+        raise Corrupt(f"{objects.url(key)} is no lease: it lacks {sorted(missing)}")
+    return record, tag
 
 
 def _clock(seconds: float) -> str:

@@ -14,10 +14,12 @@ What a run must hold, and so what the stages put into their manifests:
   is one.
 - A folder of files in `extra`, such as `state`, is None or {key_prefix, files, ...}; if it was
   removed on purpose, `_PRUNED.json` lies in its place.
+- `model/_FILES.json`, where the run built its starting model: a `FileRef` for each file of it.
 - `_COMMITTED.json` of iterations 0..n without a gap, each with the SHA-256 of its stages'
   manifests.
 """
 
+import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -26,7 +28,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from rlcore.errors import StoreError
+from rlcore.errors import NotFound, StoreError
 from rlcore.sample import Status
 from rlcore.store import paths
 from rlcore.store.batch import read_parts
@@ -88,6 +90,7 @@ class _Verifier:
                 "every kept sample was trained on exactly once",
                 "the chain of trainer states is unbroken",
                 "iterations are committed without a gap",
+                "the starting model, where the run built it, is as it was built",
             ],
             counts=dict.fromkeys(
                 ("iterations", "manifests", "files", "bytes", "prompts", "samples", "trained"), 0
@@ -101,6 +104,7 @@ class _Verifier:
         self._epoch = 0
 
     def run(self) -> None:
+        self._model()
         last = self.store.last_committed()
         count = 0 if last is None else last + 1
         for i in range(count):
@@ -114,6 +118,22 @@ class _Verifier:
         self.report.counts["quarantined"] = sum(
             "/_MANIFEST.bad-" in key for key in self.store.objects.list(f"{prefix}/it")
         )
+
+    def _model(self) -> None:
+        """The starting model is as it was built: no state can be made again without it."""
+        objects = self.store.objects
+        try:
+            listing = json.loads(objects.get(paths.model_listing_key(self.store.run_id)))
+            files = [FileRef.model_validate(item) for item in listing]
+        except NotFound:
+            return  # It lies elsewhere, or was not built yet.
+        except ValueError as error:
+            self.report.errors.append(f"starting model: its list of files is torn: {error}")
+            return
+        faults = [find_damage(objects, file) for file in files]
+        self.report.errors += [f"starting model: {fault}" for fault in faults if fault]
+        self.report.counts["files"] += len(files)
+        self.report.counts["bytes"] += sum(file.bytes for file in files)
 
     def _iteration(self, i: int, stages: _Stages) -> None:
         for manifest, ref in stages.values():

@@ -64,6 +64,16 @@ def iteration_prefix(run_id: str, iteration: int) -> str:
     return f"{run_prefix(run_id)}/it/{iteration:06d}"
 
 
+def model_prefix(run_id: str) -> str:
+    """Folder of the starting model, where `model.build` made it."""
+    return f"{run_prefix(run_id)}/model"
+
+
+def model_listing_key(run_id: str) -> str:
+    """The list of that folder's files, as JSON; written once they are all there."""
+    return f"{model_prefix(run_id)}/_FILES.json"
+
+
 def committed_key(run_id: str, iteration: int) -> str:
     """The record that ends an iteration."""
     return f"{iteration_prefix(run_id, iteration)}/_COMMITTED.json"

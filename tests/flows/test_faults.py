@@ -4,14 +4,16 @@ import json
 from pathlib import Path
 
 import pytest
-from real_runs import Sluice, short
+from real_runs import QUICKSTART, Sluice, short
 
+from flows.progress import Progress
 from rlcore.cluster import ray_session
 from rlcore.cluster.fleet import FleetPlan, check_gpus
 from rlcore.config import load_config
 from rlcore.errors import ClusterError, PluginError
 from rlcore.opening import create_or_check, open_store
 from rlcore.starting_model import prepare_model
+from rlcore.store.lease import Lease
 from rlcore.store.objects import Objects
 
 
@@ -46,6 +48,23 @@ def test_gpus_that_are_not_there_are_an_error_and_no_endless_wait(
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 2.0})
     with pytest.raises(ClusterError, match=r"1 GPUs.* has 0"):
         check_gpus(FleetPlan(config, open_store(config), epoch=1, scratch=tmp_path))
+
+
+def test_a_run_that_is_driven_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    path, root = short(tmp_path, iterations=1), tmp_path / "root"
+    config = load_config(path, [f"storage.root={root}", "run.id=driven"])
+    store = open_store(config)
+    create_or_check(store, config)
+    Lease.acquire(store.objects, "driven", "elsewhere:7:7")
+    said = Sluice(root, cwd=tmp_path)("train", str(path), "--run-id", "driven", code=1)
+    assert said.startswith("error: run driven is held by elsewhere:7:7")
+    assert sorted(p.name for p in root.iterdir()) == ["runs"]
+
+
+def test_the_commands_that_are_printed_can_be_pasted(capsys: pytest.CaptureFixture[str]) -> None:
+    sets = ["storage.root=/a b/c", "run.id=x"]
+    Progress(load_config(QUICKSTART, sets), 0.0, quiet=True).interrupted()
+    assert "sluice resume x --root '/a b/c'" in capsys.readouterr().err
 
 
 def test_one_torn_record_hides_no_other_run(tmp_path: Path) -> None:

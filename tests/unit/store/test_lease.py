@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from rlcore.errors import Fenced, StoreError
+from rlcore.errors import Corrupt, Fenced, StoreError
 from rlcore.store.lease import Lease, is_held, read_lease, this_process
 from rlcore.store.objects import Objects
 from rlcore.store.paths import lease_key
@@ -117,6 +117,12 @@ def test_a_lease_of_another_version_is_refused(disk: Objects) -> None:
     disk.put(lease_key("r"), b'{"schema_version": 9, "epoch": 3}')
     with pytest.raises(StoreError, match="schema version 9, expected 1"):
         Lease.acquire(disk, "r")
+
+
+def test_a_record_that_is_no_lease_is_named(disk: Objects) -> None:
+    disk.put(lease_key("r"), b'{"schema_version":1}')
+    with pytest.raises(Corrupt, match=r"lease\.json is no lease: it lacks \['epoch', 'expires'"):
+        Lease.acquire(disk, "r", "a:1:1")
 
 
 def test_an_outage_does_not_end_renewal(disk: Objects, monkeypatch: Any, caplog: Any) -> None:

@@ -18,7 +18,14 @@ from rlcore.store.batch import (
 )
 from rlcore.store.lease import Lease
 from rlcore.store.lineage import verify_run
-from rlcore.store.manifest import FileRef, Manifest, StageRef, chain_state_id, sha256_hex
+from rlcore.store.manifest import (
+    FileRef,
+    Manifest,
+    StageRef,
+    canonical_json,
+    chain_state_id,
+    sha256_hex,
+)
 from rlcore.store.objects import Objects
 from rlcore.store.run_store import RunStore
 
@@ -261,6 +268,18 @@ def test_altered_bytes_are_named(disk: Objects, key: str) -> None:
     disk.put(f"runs/r/{key}", data.replace(b"1", b"2").replace(b"0", b"1"))
     errors = verify_run(disk, "r").errors
     assert any(key in e and "sha256" in e for e in errors), errors
+
+
+def test_a_starting_model_that_was_altered_is_named(disk: Objects) -> None:
+    write_run(disk)
+    key = f"{paths.model_prefix('r')}/config.json"
+    disk.put(key, b"{}")
+    ref = FileRef(key=key, bytes=2, sha256=sha256_hex(b"{}"))
+    disk.put(paths.model_listing_key("r"), canonical_json([ref.model_dump()]))
+    assert verify_run(disk, "r").ok
+    disk.put(key, b"[]")
+    [error] = verify_run(disk, "r").errors
+    assert error.startswith("starting model: ") and "config.json" in error
 
 
 def test_a_missing_part_is_named(disk: Objects) -> None:
