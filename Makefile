@@ -34,7 +34,9 @@ slow: install
 	$(BIN)/python -m pytest -m slow
 
 bench: install
-	set -e; for file in benchmarks/[a-z]*.py; do $(BIN)/python -m benchmarks.$$(basename $$file .py); done
+	@missed=0; for file in benchmarks/[a-z]*.py; do \
+	  $(BIN)/python -m benchmarks.$$(basename $$file .py) || missed=1; \
+	done; exit $$missed
 
 clean:
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache build dist *.egg-info

@@ -26,7 +26,9 @@ app.command(config_app)
 
 Sets = Annotated[
     tuple[str, ...],
-    Parameter(name="--set", help="A setting as section.key=value; may be given again."),
+    Parameter(
+        name="--set", negative="", help="A setting as section.key=value; may be given again."
+    ),
 ]
 Root = Annotated[
     str | None,
@@ -51,7 +53,8 @@ def train(
     from flows.launch import run_training
     from rlcore.config import load_config
 
-    more = [f"run.id={run_id}"] if run_id is not None else []
+    # Quoted: a name such as 42 or 2026-01-01 is text all the same.
+    more = [f"run.id='{run_id}'"] if run_id is not None else []
     base = load_config(config, [*set, *more])
     return run_training(base, root=root or os.environ.get("SLUICE_ROOT"), as_json=json)
 
@@ -172,6 +175,10 @@ def main() -> None:
         code = FAILED
     except KeyboardInterrupt:
         code = INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read our output has seen enough; what is still buffered goes nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
     sys.exit(code if isinstance(code, int) else 0)
 
 

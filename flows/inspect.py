@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from rich.text import Text
 
 from rlcore.config import RunConfig
 from rlcore.errors import ConfigError, NotFound, StoreError
-from rlcore.observe.history import records, status_of, summarise
+from rlcore.observe.history import iterations_asked, records, status_of, summarise
 from rlcore.store.manifest import Manifest, StageRef
 from rlcore.store.objects import Objects
 from rlcore.store.paths import STAGES
@@ -41,10 +42,11 @@ def run_row(objects: Objects, run_id: str) -> dict[str, Any]:
     store = RunStore(objects, run_id)
     row = dict.fromkeys(("run_id", "status", "committed", "total", "reward", "message"))
     try:
-        total = store.load_run()["config"]["train"]["num_iterations"]
+        store.load_run()
         last = store.last_committed()
         record = None if last is None else store.committed(last)
         committed = 0 if last is None else last + 1
+        total = iterations_asked(store, record)
         status, message = status_of(objects, run_id, committed, total)
     except StoreError as error:
         return row | {"run_id": run_id, "status": "damaged", "message": str(error)}
@@ -147,7 +149,14 @@ def show_samples(root: str, run_id: str, iteration: int, *, limit: int, as_json:
         title = f"{row['index']}  reward {reward}  {length}{kept}"
         subtitle = f"label {row['label']}" if row["label"] is not None else None
         out.print(
-            Panel(body, title=title, subtitle=subtitle, title_align="left", subtitle_align="left")
+            Panel(
+                body,
+                width=100,
+                title=title,
+                subtitle=subtitle,
+                title_align="left",
+                subtitle_align="left",
+            )
         )
 
 
@@ -219,7 +228,7 @@ def committed_record(store: RunStore, iteration: int) -> dict[str, Any]:
         NotFound: the run or the iteration is not there; says what is.
     """
     store.load_run()
-    record = store.committed(iteration)
+    record = store.committed(iteration) if iteration >= 0 else None
     if record is None:
         last = store.last_committed()
         there = "none is" if last is None else f"0 to {last} are"
@@ -278,6 +287,14 @@ def toml_value(value: Any) -> str:
 
 
 def print_json(value: Any) -> None:
-    """A value as JSON on standard output."""
-    json.dump(value, sys.stdout, indent=2, default=str)
+    """A value as JSON on standard output; NaN and infinities, which JSON lacks, as null."""
+    json.dump(_finite(value), sys.stdout, indent=2, default=str)
     print()
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: _finite(one) for key, one in value.items()}
+    return [_finite(one) for one in value] if isinstance(value, list | tuple) else value

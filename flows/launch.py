@@ -4,10 +4,12 @@ up.
 
 import asyncio
 import json
+import logging
 import os
 import signal
 import sys
 import time
+import traceback
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -54,6 +56,11 @@ def run_training(config: RunConfig, *, root: str | None, as_json: bool) -> int:
         except SluiceError as error:
             shown.failed(error)
             return FAILED
+        except Exception as error:
+            # Nobody foresaw it, so its traceback is what a report of it needs.
+            traceback.print_exc()
+            shown.failed(error)
+            return FAILED
         finally:
             _leave(server)
     if as_json:
@@ -76,7 +83,8 @@ def named(config: RunConfig, root: str | None) -> RunConfig:
 
 def private_server(config: RunConfig) -> PrefectServer | None:
     """A booting Prefect server for this process, unless the environment names one that runs."""
-    os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "WARNING")
+    # Prefect would print each flow's traceback; its page has them, and one sentence is enough here.
+    os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
     os.environ.setdefault("PREFECT_LOGGING_EXTRA_LOGGERS", "sluice")
     if os.environ.get("PREFECT_API_URL"):
         return None
@@ -121,6 +129,10 @@ def _prefect_ready(server: PrefectServer | None) -> Any:
 def _report_to(shown: Progress) -> None:
     from flows.report import on_iteration
 
+    warnings = logging.StreamHandler()
+    warnings.setLevel(logging.WARNING)
+    warnings.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+    logging.getLogger("sluice").addHandler(warnings)
     on_iteration(shown.iteration)
 
 

@@ -13,6 +13,7 @@ from rlcore.cluster import ray_session
 from rlcore.cluster.fleet import Fleet, FleetPlan
 from rlcore.config import RunConfig, build_config, config_digest
 from rlcore.errors import ConfigError, Conflict
+from rlcore.observe.history import iterations_asked
 from rlcore.run import Run, find_open, forget, set_current
 from rlcore.store.lease import Lease
 from rlcore.store.manifest import SCHEMA_VERSION, canonical_json
@@ -121,7 +122,7 @@ def check_same(config: RunConfig, record: dict[str, Any]) -> None:
     ]
     raise ConfigError(
         f"run {config.run.id!r} exists in {config.storage.root} with another configuration: "
-        f"{'; '.join(differ[:5]) or 'its digest differs'}. Use another --run-id, or `sluice resume`"
+        f"{'; '.join(differ[:5]) or 'its digest differs'}. Give it another --run-id"
     )
 
 
@@ -134,6 +135,10 @@ def existing_config(root: str, run_id: str, options: dict[str, Any] | None = Non
     store = RunStore(Objects.open(root, options or {}), run_id)
     record = store.load_run()
     tree = record["config"]
+    last = store.last_committed()
+    tree["train"]["num_iterations"] = iterations_asked(
+        store, None if last is None else store.committed(last)
+    )
     tree["storage"] |= {"root": root} | ({"options": options} if options else {})
     return build_config(tree)
 

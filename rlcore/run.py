@@ -224,6 +224,7 @@ class Run:
             "iteration": i,
             "stages": {name: ref.model_dump(mode="json") for name, ref in stages.items()},
             "metrics": metrics,
+            "num_iterations": self.config.train.num_iterations,
         }
         self.store.commit_iteration(i, record, self.lease)
         self._prune(i)

@@ -55,6 +55,8 @@ def stage(name: str, *, sections: tuple[str, ...], retries: int = 0) -> Callable
             return await look_or_work(run, name, sections, i, inputs, body)
 
         run_stage.__doc__ = body.__doc__
+        # Prefect makes a task's key from it: seven stages must not share one.
+        run_stage.__qualname__ = name
         made: StageTask = task(
             name=name,
             task_run_name=name + "-it{i:06d}",

@@ -1,9 +1,13 @@
 """Train: state before the iteration and a committed batch give the state after it, once."""
 
+import logging
+
 from rlcore.run import TRAIN_SECTIONS, Run
 from rlcore.store.manifest import StageRef
 from rlcore.work import Work
 from tasks.stage import stage
+
+log = logging.getLogger("sluice.train")
 
 
 @stage("train", sections=TRAIN_SECTIONS)
@@ -14,4 +18,7 @@ async def train(run: Run, i: int, rollout: StageRef, reward: StageRef, filter: S
     was interrupted is thrown away, so none is ever applied twice.
     """
     await run.ensure_trainer(i)
-    return await run.train(i, rollout=rollout, reward=reward, selection=filter)
+    work = await run.train(i, rollout=rollout, reward=reward, selection=filter)
+    if not work.extra["samples"]:
+        log.warning("iteration %d: no sample was left to train on; the model stays as it is", i)
+    return work

@@ -57,8 +57,8 @@ def summarise(objects: Objects, run_id: str) -> RunSummary:
         NotFound: there is no such run.
     """
     store = RunStore(objects, run_id)
-    total = int(store.load_run()["config"]["train"]["num_iterations"])
     found = records(objects, run_id)
+    total = iterations_asked(store, found[-1] if found else None)
     status, message = status_of(objects, run_id, len(found), total)
     rows = [
         {
@@ -77,6 +77,13 @@ def summarise(objects: Objects, run_id: str) -> RunSummary:
         state_sha256=_state_digest(store, found),
         metrics=rows,
     )
+
+
+def iterations_asked(store: RunStore, last: dict[str, Any] | None) -> int:
+    """Iterations that the newest driver was asked for: a resumed run may be made longer."""
+    if last is not None:
+        return int(last["num_iterations"])
+    return int(store.load_run()["config"]["train"]["num_iterations"])
 
 
 def status_of(objects: Objects, run_id: str, committed: int, total: int) -> tuple[str, str]:

@@ -8,7 +8,8 @@ marked `remove_sample`, and that have a token to train on. Removed samples still
 group's statistics; failed ones do not. What is left, in rollout order, is cut into
 `num_steps_per_rollout` parts whose sizes differ by at most one, and each step is normalised by what
 is in it: with a full batch a step holds exactly `global_batch_size` samples, with a filtered one
-proportionally fewer.
+proportionally fewer. Where fewer samples than steps are left each is a step of its own; where none
+is left there is no step, and the state stays as it is.
 
 Invariants:
 - All ranks agree on steps, micro-batch counts, totals and metrics; every trained sample is on one
@@ -28,7 +29,7 @@ import pyarrow as pa
 from rlcore.algorithms.advantages import AdvantageInputs, AdvantageOutputs, grpo_advantages
 from rlcore.algorithms.aggregate import Totals
 from rlcore.algorithms.packing import TrainSequence
-from rlcore.algorithms.plan import plan
+from rlcore.algorithms.plan import Step, plan
 from rlcore.config.tree import AlgorithmConfig, TrainConfig
 from rlcore.errors import DataError
 from rlcore.sample import Status
@@ -60,7 +61,7 @@ def load_batch(
 
     Raises:
         Corrupt: a part is not what was committed.
-        DataError: the parts do not belong together, or fewer samples are left than optimizer steps.
+        DataError: the parts do not belong together.
     """
     samples = _Samples(read_parts(objects, files.rollout, SAMPLE_COLUMNS))
     scores = read_parts(objects, files.reward, ("row", "status"))
@@ -122,12 +123,15 @@ def _share(
 ) -> TrainBatch:
     """One rank's part of the plan over the trained rows."""
     lengths = samples.lengths[rows].tolist()
-    whole = plan(
-        lengths,
-        max_tokens=train.max_tokens_per_gpu,
-        dp_size=world,
-        num_steps=train.num_steps_per_rollout,
-    )
+    steps_of_all: tuple[Step, ...] = ()
+    if rows:
+        whole = plan(
+            lengths,
+            max_tokens=train.max_tokens_per_gpu,
+            dp_size=world,
+            num_steps=min(train.num_steps_per_rollout, len(rows)),
+        )
+        steps_of_all = whole.steps
     with_log_probs = bool(samples.rollout_log_probs.present[rows].all())
     steps = tuple(
         TrainStep(
@@ -140,9 +144,9 @@ def _share(
             ),
             totals=Totals.of(samples.trainable_tokens[[rows[i] for i in step.samples]].tolist()),
         )
-        for step in whole.steps
+        for step in steps_of_all
     )
-    metrics["micro_batches"] = float(sum(step.num_micro_batches for step in whole.steps))
+    metrics["micro_batches"] = float(sum(step.num_micro_batches for step in steps_of_all))
     return TrainBatch(
         iteration=iteration,
         steps=steps,

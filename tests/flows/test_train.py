@@ -27,6 +27,8 @@ def test_a_run_goes_the_whole_way_and_can_be_asked(sluice: Sluice, tmp_path: Pat
 
     first = sluice.json("show", "whole", "--iter", "2")
     assert list(first["stages"]) == [*STAGES, "evaluate", "checkpoint"]
+    for number in ("4", "-1"):
+        assert "0 to 3 are committed" in sluice("show", "whole", "--iter", number, code=2)
 
     assert sluice.json("verify", "whole")["ok"]
     samples = sluice.json("samples", "whole", "--iter", "3", "--limit", "5")
@@ -72,3 +74,19 @@ def test_the_same_name_with_another_config_is_refused(sluice: Sluice, tmp_path: 
     # The same configuration is no error: there is nothing left to do.
     sluice("train", str(config), "--run-id", "one")
     assert sluice.json("show", "one") == before
+
+
+def test_a_run_made_longer_says_so_and_one_without_samples_goes_on(
+    sluice: Sluice, tmp_path: Path
+) -> None:
+    (tmp_path / "nothing.py").write_text("def keep(args, samples, **kwargs):\n    return False\n")
+    drop = f"filter.dynamic_sampling_filter_path={tmp_path}/nothing.py:keep"
+    config = short(tmp_path, iterations=2)
+    sluice("train", str(config), "--run-id", "longer", "--set", drop)
+    start = sluice.json("show", "longer")
+    assert [m["train/samples"] for m in start["metrics"]] == [0, 0]
+    sluice("resume", "longer", "--set", "train.num_iterations=3")
+    shown = sluice.json("show", "longer")
+    assert (shown["committed"], shown["total"], shown["status"]) == (3, 3, "completed")
+    assert shown["state_sha256"] == start["state_sha256"]
+    assert sluice.json("verify", "longer")["ok"]
