@@ -35,6 +35,8 @@ def connect(address: str) -> bool:
     # Without these Ray asks a usage-statistics server and prints a banner at every start.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    # Ray's workers would run at nice 15: behind Prefect's server wherever cores are few.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     import ray
 
     if ray.is_initialized():
