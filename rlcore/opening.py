@@ -12,7 +12,7 @@ from rlcore import __version__
 from rlcore.cluster import ray_session
 from rlcore.cluster.fleet import Fleet, FleetPlan
 from rlcore.config import RunConfig, build_config, config_digest
-from rlcore.errors import ConfigError, Conflict
+from rlcore.errors import ConfigError, Conflict, StoreError
 from rlcore.observe.history import iterations_asked
 from rlcore.run import Run, find_open, forget, set_current
 from rlcore.store.lease import Lease
@@ -63,9 +63,8 @@ async def open_run(config: RunConfig) -> AsyncIterator[Run]:
         raise
     finally:
         lease.stop()
-        put_outcome(store, outcome, message, lease.epoch)
-        lease.release()
         shutil.rmtree(scratch, ignore_errors=True)
+        leave(store, lease, outcome, message)
 
 
 def open_store(config: RunConfig) -> RunStore:
@@ -141,6 +140,19 @@ def existing_config(root: str, run_id: str, options: dict[str, Any] | None = Non
     )
     tree["storage"] |= {"root": root} | ({"options": options} if options else {})
     return build_config(tree)
+
+
+def leave(store: RunStore, lease: Lease, status: str, message: str) -> None:
+    """Note how this driver ended, and give the lease back.
+
+    A store that takes neither, such as a full disk, must not hide the error that ends the run: both
+    are only for show, since the next driver looks whether this process is alive.
+    """
+    try:
+        put_outcome(store, status, message, lease.epoch)
+        lease.release()
+    except StoreError as error:
+        log.warning("how run %s ended could not be noted: %s", store.run_id, error)
 
 
 def put_outcome(store: RunStore, status: str, message: str, epoch: int) -> None:

@@ -10,8 +10,8 @@ from flows.progress import Progress
 from rlcore.cluster import ray_session
 from rlcore.cluster.fleet import FleetPlan, check_gpus
 from rlcore.config import load_config
-from rlcore.errors import ClusterError, PluginError
-from rlcore.opening import create_or_check, open_store
+from rlcore.errors import ClusterError, PluginError, StoreError
+from rlcore.opening import create_or_check, leave, open_store
 from rlcore.starting_model import prepare_model
 from rlcore.store.lease import Lease
 from rlcore.store.objects import Objects
@@ -65,6 +65,20 @@ def test_the_commands_that_are_printed_can_be_pasted(capsys: pytest.CaptureFixtu
     sets = ["storage.root=/a b/c", "run.id=x"]
     Progress(load_config(QUICKSTART, sets), 0.0, quiet=True).interrupted()
     assert "sluice resume x --root '/a b/c'" in capsys.readouterr().err
+
+
+def test_a_full_disk_does_not_hide_why_a_run_ended(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = open_store(load_config(QUICKSTART, [f"storage.root={tmp_path}", "run.id=x"]))
+    lease = Lease.acquire(store.objects, "x")
+
+    def full(key: str, data: bytes) -> None:
+        raise StoreError("No space left on device")
+
+    monkeypatch.setattr(store.objects, "put", full)
+    leave(store, lease, "failed", "the reason")
+    assert "No space left" in caplog.text
 
 
 def test_one_torn_record_hides_no_other_run(tmp_path: Path) -> None:
