@@ -81,7 +81,8 @@ def summarise(objects: Objects, run_id: str) -> RunSummary:
 
 def iterations_asked(store: RunStore, last: dict[str, Any] | None) -> int:
     """Iterations that the newest driver was asked for: a resumed run may be made longer."""
-    if last is not None:
+    # A record that does not say is of a release that could not make a run longer.
+    if last is not None and "num_iterations" in last:
         return int(last["num_iterations"])
     return int(store.load_run()["config"]["train"]["num_iterations"])
 
