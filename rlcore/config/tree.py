@@ -267,7 +267,7 @@ class WeightsConfig(Section):
     canary_prompts: Annotated[int, Field(ge=1)] = 4
     """Fixed token sequences whose log-probs engine and trainer must agree on after each sync."""
     canary_tolerance: Annotated[float, Field(gt=0)] | None = None
-    """Largest mean absolute difference; default: 1e-3 where both compute in float32, else 0.1."""
+    """Largest mean absolute difference; default: 1e-4 where both compute in float32, else 0.1."""
 
 
 class EvalDataset(Section):
@@ -448,7 +448,7 @@ class RunConfig(Section):
         if self.weights.canary_tolerance is not None:
             return self.weights.canary_tolerance
         exact = self.rollout.engine == "embedded" and self.train.precision == "float32"
-        return 1e-3 if exact else 0.1
+        return 1e-4 if exact else 0.1
 
     def due(self, interval: int | None, iteration: int, *, last: bool) -> bool:
         """Whether something done every `interval` iterations is due after this one."""
