@@ -13,7 +13,7 @@ from rlcore.data.dataset import check_dataset, first_rows
 from rlcore.errors import ConfigError, Fenced, NotFound, PluginError, RewardError, StoreError
 from rlcore.opening import check_same, open_store
 from rlcore.plugins import check_signature, load_checked, load_function
-from rlcore.rollout.rewards import try_reward
+from rlcore.rollout import rewards
 from rlcore.sample import Sample, Status
 from rlcore.store.lease import held_by, is_held, read_lease
 
@@ -25,16 +25,18 @@ def preflight(config: RunConfig) -> None:
         ConfigError, DataError, PluginError: naming what is wrong and what would mend it.
         Fenced: another driver holds the run and is alive.
     """
-    check_root(config)
+    check_run(config)
     check_engine(config)
     check_model(config.model)
     check_data(config)
     check_plugins(config)
     check_reward(config)
+    # Last, since it writes a probe: bad input leaves not even an empty folder.
+    check_writable(config)
 
 
-def check_root(config: RunConfig) -> None:
-    """The root can be written to, and holds no other run of this name nor one that is driven now.
+def check_run(config: RunConfig) -> None:
+    """The root can be read, and holds no other run of this name nor one that is driven now.
 
     A driver takes the lease later, for good; this look spares a second one all that it would start.
     """
@@ -46,17 +48,25 @@ def check_root(config: RunConfig) -> None:
         )
     try:
         store = open_store(config)
-        store.objects.check_writable()
-    except StoreError as error:
-        raise ConfigError(f"storage.root = {root!r} cannot be used: {error}") from None
-    try:
         record = store.load_run()
     except NotFound:
         return
+    except StoreError as error:
+        raise ConfigError(f"storage.root = {root!r} cannot be used: {error}") from None
     check_same(config, record)
     lease = read_lease(store.objects, config.run.id)
     if lease is not None and is_held(lease):
         raise Fenced(held_by(config.run.id, lease))
+
+
+def check_writable(config: RunConfig) -> None:
+    """The root can be written to, by one driver at a time."""
+    try:
+        open_store(config).objects.check_writable()
+    except StoreError as error:
+        raise ConfigError(
+            f"storage.root = {config.storage.root!r} cannot be used: {error}"
+        ) from None
 
 
 def check_engine(config: RunConfig) -> None:
@@ -115,7 +125,13 @@ def check_plugins(config: RunConfig) -> None:
 
 
 def check_reward(config: RunConfig) -> None:
-    """The reward function loads, and gives a number for an empty answer to the first prompt."""
+    """The reward function loads, and gives a number for an empty answer to the first prompt.
+
+    No trial where a custom function generates: the reward may need what that puts into a sample.
+    """
+    if config.rollout.custom_generate_function_path:
+        rewards.check_reward(config.reward)
+        return
     row = first_rows(config.data, 1)[0]
     sample = Sample(
         group_index=0,
@@ -127,7 +143,7 @@ def check_reward(config: RunConfig) -> None:
         status=Status.COMPLETED,
     )
     try:
-        try_reward(config.reward, sample)
+        rewards.try_reward(config.reward, sample)
     except RewardError as error:
         raise PluginError(
             f"reward.custom_rm_path = {config.reward.custom_rm_path!r} failed its trial "

@@ -84,7 +84,7 @@ def test_bad_input_is_one_sentence_and_writes_nothing(
     assert place in said
     assert said.count("\n") == 1
     assert "Traceback" not in said
-    assert not Path(sluice.root).exists() or not list(Path(sluice.root).rglob("*"))
+    assert not Path(sluice.root).exists()
 
 
 def test_an_unwritable_root_is_refused(tmp_path: Path) -> None:
@@ -102,3 +102,19 @@ def test_an_unknown_option_is_bad_input(sluice: Sluice, tmp_path: Path) -> None:
 
 def test_a_name_that_no_run_can_have_is_bad_input(sluice: Sluice) -> None:
     assert "'../x'" in sluice("show", "../x", code=2)
+
+
+def test_a_run_id_is_text_even_if_it_looks_like_a_number(sluice: Sluice, tmp_path: Path) -> None:
+    path = tmp_path / "none.jsonl"
+    for name in ("2026", "2026-01-01"):
+        said = sluice(
+            "train",
+            str(short(tmp_path, iterations=1)),
+            *("--run-id", name, "--set", f"data.path={path}"),
+            code=2,
+        )
+        assert said.startswith(f"error: data file {path}"), said
+
+
+def test_json_output_holds_what_json_knows(sluice: Sluice) -> None:
+    assert sluice.json("sql", "select 'nan'::float a, [1 / 0] b") == [{"a": None, "b": [None]}]

@@ -1,0 +1,54 @@
+"""What is checked before a run: in an order that leaves nothing behind, and only what can be."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlcore.config import RunConfig, build_config
+from rlcore.errors import DataError, PluginError
+from rlcore.preflight import check_reward, preflight
+
+PLUGIN = """
+async def generate(args, sample, sampling_params):
+    sample.metadata["turns"] = 2
+    return sample
+
+def reward(args, sample, **kwargs):
+    return sample.metadata["turns"]
+
+def build(folder, seed):
+    pass
+"""
+
+
+def config(folder: Path, **sections: dict[str, Any]) -> RunConfig:
+    (folder / "plugin.py").write_text(PLUGIN)
+    (folder / "prompts.jsonl").write_text('{"prompt": "7="}\n')
+    tree: dict[str, Any] = {
+        "model": {"build": f"{folder}/plugin.py:build"},
+        "data": {"path": f"{folder}/prompts.jsonl"},
+        "reward": {"custom_rm_path": f"{folder}/plugin.py:reward"},
+        "storage": {"root": f"{folder}/root"},
+    }
+    return build_config(tree | sections)
+
+
+def test_bad_input_leaves_not_even_the_root(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="none"):
+        preflight(config(tmp_path, data={"path": f"{tmp_path}/none.jsonl"}))
+    assert not (tmp_path / "root").exists()
+
+
+def test_a_reward_of_what_a_custom_function_generates_is_not_tried(tmp_path: Path) -> None:
+    with pytest.raises(PluginError, match="turns"):
+        check_reward(config(tmp_path))
+    own = {"custom_generate_function_path": f"{tmp_path}/plugin.py:generate"}
+    check_reward(config(tmp_path, rollout=own))
+
+
+def test_a_reward_that_cannot_be_loaded_is_found_all_the_same(tmp_path: Path) -> None:
+    own = {"custom_generate_function_path": f"{tmp_path}/plugin.py:generate"}
+    wrong = {"custom_rm_path": f"{tmp_path}/plugin.py:rewrd"}
+    with pytest.raises(PluginError, match="did you mean 'reward'"):
+        check_reward(config(tmp_path, rollout=own, reward=wrong))
