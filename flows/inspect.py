@@ -46,7 +46,7 @@ def run_row(objects: Objects, run_id: str) -> dict[str, Any]:
         last = store.last_committed()
         record = None if last is None else store.committed(last)
         committed = 0 if last is None else last + 1
-        total = iterations_asked(store, record)
+        total = iterations_asked(store)
         status, message = status_of(objects, run_id, committed, total)
     except StoreError as error:
         return row | {"run_id": run_id, "status": "damaged", "message": str(error)}

@@ -17,9 +17,9 @@ from typing import Any
 from flows.progress import Progress
 from flows.server import PrefectServer
 from rlcore.cluster.ray_session import connect, disconnect
-from rlcore.config import RunConfig, with_sets
-from rlcore.errors import SluiceError
-from rlcore.opening import is_complete, open_run
+from rlcore.config import RunConfig
+from rlcore.errors import ClusterError, SluiceError
+from rlcore.opening import is_complete, named, open_run
 from rlcore.preflight import preflight
 
 FAILED, INTERRUPTED = 1, 3
@@ -41,7 +41,7 @@ def run_training(config: RunConfig, *, root: str | None, as_json: bool) -> int:
         ConfigError, DataError, PluginError: bad input; nothing was written.
     """
     began = time.perf_counter()
-    config = named(config, root)
+    config = named(config, root, f"{datetime.now():%Y%m%d-%H%M%S}")
     preflight(config)
     shown = Progress(config, began, quiet=as_json)
     result: dict[str, Any] = {"run_id": config.run.id, "committed": config.train.num_iterations}
@@ -50,13 +50,13 @@ def run_training(config: RunConfig, *, root: str | None, as_json: bool) -> int:
         try:
             connect(config.cluster.ray_address)
             result = asyncio.run(_train(config, shown, server))
-        except (KeyboardInterrupt, asyncio.CancelledError):
-            shown.interrupted()
-            return INTERRUPTED
         except SluiceError as error:
             shown.failed(error)
             return FAILED
-        except Exception as error:
+        except BaseException as error:
+            if is_interruption(error):
+                shown.interrupted()
+                return INTERRUPTED
             # Nobody foresaw it, so its traceback is what a report of it needs.
             traceback.print_exc()
             shown.failed(error)
@@ -71,14 +71,11 @@ def run_training(config: RunConfig, *, root: str | None, as_json: bool) -> int:
     return 0
 
 
-def named(config: RunConfig, root: str | None) -> RunConfig:
-    """The configuration with an absolute root and a run id."""
-    where = root or config.storage.root
-    where = where if "://" in where else str(Path(where).expanduser().resolve())
-    sets = [f"storage.root={json.dumps(where)}"]
-    if not config.run.id:
-        sets.append(f"run.id={datetime.now():%Y%m%d-%H%M%S}")
-    return with_sets(config, sets)
+def is_interruption(error: BaseException) -> bool:
+    """Whether a signal ended the run. Prefect turns SIGTERM into an exception of its own."""
+    from prefect.exceptions import TerminationSignal
+
+    return isinstance(error, KeyboardInterrupt | asyncio.CancelledError | TerminationSignal)
 
 
 def private_server(config: RunConfig) -> PrefectServer | None:
@@ -104,6 +101,7 @@ async def _train(
         loop.add_signal_handler(number, task.cancel)
     # The server boots, Prefect is imported and the actors come up side by side.
     ready = asyncio.ensure_future(asyncio.to_thread(_prefect_ready, server))
+    watch = asyncio.ensure_future(_cancel_without(server, task))
     try:
         async with open_run(config):
             rl_train = await ready
@@ -112,10 +110,21 @@ async def _train(
             result: dict[str, Any] = await rl_train(config)
             return result
     except BaseException:
-        # The thread that waits for the server would hold the loop open.
+        if server is not None and not server.alive():
+            raise ClusterError(server.obituary) from None
         if server is not None and not ready.done():
+            # The thread that waits for the server would hold the loop open.
             server.end()
         raise
+    finally:
+        watch.cancel()
+
+
+async def _cancel_without(server: PrefectServer | None, task: "asyncio.Task[Any]") -> None:
+    """Cancel the task once its server has died: Prefect's client would go on asking for minutes."""
+    while server is None or server.alive():
+        await asyncio.sleep(1)
+    task.cancel()
 
 
 def _prefect_ready(server: PrefectServer | None) -> Any:

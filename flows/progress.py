@@ -72,7 +72,7 @@ class Progress:
         """Say that the run was stopped and how to go on."""
         self._err.print(f"interrupted; go on with: [bold]{self._command('resume')}[/bold]")
 
-    def failed(self, error: Exception) -> None:
+    def failed(self, error: BaseException) -> None:
         """Say what failed and how to go on."""
         self._err.print(f"error: {error}", markup=False)
         self._err.print(

@@ -96,8 +96,17 @@ class PrefectServer:
             except httpx.HTTPError:
                 pass
             time.sleep(0.1)
-        raise ClusterError(
-            f"the private Prefect server did not start; its log is {self._log}. "
+        raise ClusterError(self.obituary)
+
+    def alive(self) -> bool:
+        """Whether the process runs."""
+        return self._process.poll() is None
+
+    @property
+    def obituary(self) -> str:
+        """What to say once the server is gone, or has not come."""
+        return (
+            f"the private Prefect server does not answer any more; its log is {self._log}. "
             "Set PREFECT_API_URL to use a server that runs already"
         )
 

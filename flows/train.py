@@ -8,19 +8,28 @@ import httpx
 from prefect import flow, get_client
 from prefect.client.orchestration import PrefectClient
 from prefect.exceptions import ObjectNotFound
+from prefect.runtime import flow_run
 
 from flows.iteration import iteration
 from flows.report import Reporter
 from rlcore.config import RunConfig
 from rlcore.errors import ClusterError, Conflict
-from rlcore.opening import is_complete, open_run
-from rlcore.run import Run
+from rlcore.opening import is_complete, named, open_run
+from rlcore.preflight import preflight
+from rlcore.run import Run, find_open
 
 API_PATIENCE_S = 600.0
 DRAIN_PATIENCE_S = 2.0
 
 
-@flow(name="rl-train", flow_run_name="train-{config.run.id}", retries=0, persist_result=False)
+def flow_run_name() -> str:
+    """`train-RUN`; a run without a name of its own is called after the flow run."""
+    config = flow_run.parameters["config"]
+    run = config["run"] if isinstance(config, dict) else config.run.model_dump()
+    return f"train-{run.get('id') or flow_run.id}"
+
+
+@flow(name="rl-train", flow_run_name=flow_run_name, retries=0, persist_result=False)
 async def rl_train(config: RunConfig) -> dict[str, Any]:
     """Train a model by reinforcement learning.
 
@@ -29,6 +38,10 @@ async def rl_train(config: RunConfig) -> dict[str, Any]:
     Returns:
         The run's id, the number of committed iterations and the last iteration's metrics.
     """
+    if find_open(config.run.id) is None:
+        # Started from Prefect: the command line has done this before it opened the run.
+        config = named(config, None, f"run-{flow_run.id}")
+        preflight(config)
     if is_complete(config):
         return {"run_id": config.run.id, "committed": config.train.num_iterations, "metrics": {}}
     async with open_run(config) as run, get_client() as client, Reporter(run) as report:

@@ -42,6 +42,8 @@ async def open_run(config: RunConfig) -> AsyncIterator[Run]:
     lease = Lease.acquire(store.objects, config.run.id, ttl_s=config.storage.lease_ttl_s)
     scratch = Path(tempfile.mkdtemp(prefix=f"sluice-{config.run.id[:20]}-"))
     lease.start()
+    # Until another word replaces it: a driver that is killed leaves none.
+    put_outcome(store, config, "interrupted", "", lease.epoch)
     outcome, message = "interrupted", ""
     try:
         connected = ray_session.connect(config.cluster.ray_address)
@@ -64,7 +66,22 @@ async def open_run(config: RunConfig) -> AsyncIterator[Run]:
     finally:
         lease.stop()
         shutil.rmtree(scratch, ignore_errors=True)
-        leave(store, lease, outcome, message)
+        leave(store, config, lease, outcome, message)
+
+
+def named(config: RunConfig, root: str | None, run_id: str) -> RunConfig:
+    """The configuration with an absolute root and a run id.
+
+    Args:
+        config: may lack both.
+        root: in place of the configuration's own.
+        run_id: the name where the configuration gives none.
+    """
+    where = root or config.storage.root
+    where = where if "://" in where else str(Path(where).expanduser().resolve())
+    storage = config.storage.model_copy(update={"root": where})
+    run = config.run.model_copy(update={"id": config.run.id or run_id})
+    return config.model_copy(update={"storage": storage, "run": run})
 
 
 def open_store(config: RunConfig) -> RunStore:
@@ -134,33 +151,34 @@ def existing_config(root: str, run_id: str, options: dict[str, Any] | None = Non
     store = RunStore(Objects.open(root, options or {}), run_id)
     record = store.load_run()
     tree = record["config"]
-    last = store.last_committed()
-    tree["train"]["num_iterations"] = iterations_asked(
-        store, None if last is None else store.committed(last)
-    )
+    tree["train"]["num_iterations"] = iterations_asked(store)
     tree["storage"] |= {"root": root} | ({"options": options} if options else {})
     return build_config(tree)
 
 
-def leave(store: RunStore, lease: Lease, status: str, message: str) -> None:
+def leave(store: RunStore, config: RunConfig, lease: Lease, status: str, message: str) -> None:
     """Note how this driver ended, and give the lease back.
 
     A store that takes neither, such as a full disk, must not hide the error that ends the run: both
     are only for show, since the next driver looks whether this process is alive.
     """
     try:
-        put_outcome(store, status, message, lease.epoch)
+        put_outcome(store, config, status, message, lease.epoch)
         lease.release()
     except StoreError as error:
         log.warning("how run %s ended could not be noted: %s", store.run_id, error)
 
 
-def put_outcome(store: RunStore, status: str, message: str, epoch: int) -> None:
-    """Note how the driver of this epoch ended, for `sluice runs`; the truth is in the manifests."""
+def put_outcome(store: RunStore, config: RunConfig, status: str, message: str, epoch: int) -> None:
+    """Note how the driver of this epoch ended and how far it was to go.
+
+    For `sluice runs`, and for a plain resume of a run that was made longer.
+    """
     record = {
         "schema_version": SCHEMA_VERSION,
         "status": status,
         "message": message,
         "epoch": epoch,
+        "num_iterations": config.train.num_iterations,
     }
     store.objects.put(outcome_key(store.run_id), canonical_json(record))

@@ -127,9 +127,10 @@ def check_plugins(config: RunConfig) -> None:
 def check_reward(config: RunConfig) -> None:
     """The reward function loads, and gives a number for an empty answer to the first prompt.
 
-    No trial where a custom function generates: the reward may need what that puts into a sample.
+    No trial where a custom function generates, since the reward may need what that puts into a
+    sample, nor where some samples may fail.
     """
-    if config.rollout.custom_generate_function_path:
+    if config.rollout.custom_generate_function_path or config.reward.max_failed:
         rewards.check_reward(config.reward)
         return
     row = first_rows(config.data, 1)[0]

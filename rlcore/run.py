@@ -8,6 +8,7 @@ Invariants:
   it, of the batch and of the training settings.
 """
 
+import logging
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -23,6 +24,8 @@ from rlcore.store.retention import is_pruned, prune
 from rlcore.store.run_store import RunStore
 from rlcore.train.trainer import BatchFiles
 from rlcore.work import Work
+
+log = logging.getLogger("sluice.run")
 
 SECONDS = "seconds"
 TRAIN_SECTIONS = ("run", "model", "algorithm", "train")
@@ -122,18 +125,28 @@ class Run:
         """
         if self.fleet.trainer_state == self.state_id_before(i):
             return
-        base, saved = i, None
-        while base and (saved := self._saved_state(base - 1)) is None:
+        base = i
+        while base and not await self._restored(base):
             base -= 1
-        if saved is not None:
-            await self.fleet.restore(saved, state_id=self.state_id_before(base))
-        elif self.fleet.trainer_state != self.fleet.start_state:
+        if not base and self.fleet.trainer_state != self.fleet.start_state:
             await self.fleet.load_start()
         for k in range(base, i):
             manifests = {name: self.stage(k, name) for name in ("rollout", "reward", "filter")}
             await self.fleet.train(
                 self._train_inputs(k, manifests, self.state_id_before(k + 1)), save=False
             )
+
+    async def _restored(self, i: int) -> bool:
+        """Have the trainer load the state before iteration i, if it was saved and is whole."""
+        saved = self._saved_state(i - 1)
+        if saved is None:
+            return False
+        try:
+            await self.fleet.restore(saved, state_id=self.state_id_before(i))
+        except Corrupt as error:
+            log.error("%s; it is made again from an older state and the batches since", error)
+            return False
+        return True
 
     def _saved_state(self, i: int) -> dict[str, Any] | None:
         state = self.stage(i, "train").extra["state"]
@@ -224,7 +237,6 @@ class Run:
             "iteration": i,
             "stages": {name: ref.model_dump(mode="json") for name, ref in stages.items()},
             "metrics": metrics,
-            "num_iterations": self.config.train.num_iterations,
         }
         self.store.commit_iteration(i, record, self.lease)
         self._prune(i)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
 
-from rlcore.errors import NotFound
+from rlcore.errors import Corrupt, NotFound
 from rlcore.store.lease import is_held, read_lease
 from rlcore.store.manifest import Manifest, StageRef, parse_record
 from rlcore.store.objects import Objects
@@ -58,7 +58,7 @@ def summarise(objects: Objects, run_id: str) -> RunSummary:
     """
     store = RunStore(objects, run_id)
     found = records(objects, run_id)
-    total = iterations_asked(store, found[-1] if found else None)
+    total = iterations_asked(store)
     status, message = status_of(objects, run_id, len(found), total)
     rows = [
         {
@@ -79,12 +79,21 @@ def summarise(objects: Objects, run_id: str) -> RunSummary:
     )
 
 
-def iterations_asked(store: RunStore, last: dict[str, Any] | None) -> int:
+def iterations_asked(store: RunStore) -> int:
     """Iterations that the newest driver was asked for: a resumed run may be made longer."""
-    # A record that does not say is of a release that could not make a run longer.
-    if last is not None and "num_iterations" in last:
-        return int(last["num_iterations"])
+    outcome = last_outcome(store)
+    if outcome is not None and "num_iterations" in outcome:
+        return int(outcome["num_iterations"])
     return int(store.load_run()["config"]["train"]["num_iterations"])
+
+
+def last_outcome(store: RunStore) -> dict[str, Any] | None:
+    """What the newest driver left of how it ended; None where it left nothing that can be read."""
+    key = outcome_key(store.run_id)
+    try:
+        return parse_record(store.objects.get(key), store.objects.url(key))
+    except (NotFound, Corrupt):
+        return None
 
 
 def status_of(objects: Objects, run_id: str, committed: int, total: int) -> tuple[str, str]:
@@ -94,12 +103,10 @@ def status_of(objects: Objects, run_id: str, committed: int, total: int) -> tupl
         return "running", ""
     if committed >= total:
         return "completed", ""
-    try:
-        key = outcome_key(run_id)
-        outcome = parse_record(objects.get(key), objects.url(key))
-    except NotFound:
-        return ("interrupted" if lease else "new"), ""
-    if lease is None or outcome["epoch"] != lease["epoch"]:
+    outcome = last_outcome(RunStore(objects, run_id))
+    if lease is None:
+        return "new", ""
+    if outcome is None or outcome["epoch"] != lease["epoch"]:
         # A later driver took the run and left without a word: it was killed.
         return "interrupted", ""
     return str(outcome["status"]), str(outcome["message"])

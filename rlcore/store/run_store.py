@@ -275,13 +275,12 @@ class RunStore:
             )
             raise Conflict(
                 f"{where} was made from another {', '.join(names)}; another driver committed it, "
-                "or an earlier stage was redone: resume the run from its committed stages or fork "
-                "it"
+                "or an earlier stage was redone: resume the run from its committed stages"
             )
         if manifest.config_digest != config_digest:
             raise Conflict(
                 f"{where} was made with another config (digest {manifest.config_digest[:12]}, "
-                f"asked for {config_digest[:12]}); keep the run's config or fork the run"
+                f"asked for {config_digest[:12]}); keep the run's config or start another run"
             )
 
     def _quarantine(self, iteration: int, stage: str, digest: str | None, reason: str) -> None:
@@ -289,8 +288,7 @@ class RunStore:
         if self.objects.exists(paths.committed_key(self.run_id, iteration)):
             raise Corrupt(
                 f"{reason}; iteration {iteration} of run {self.run_id} is committed and later ones "
-                "build on it: restore the file from a copy, or fork the run from an earlier "
-                "iteration"
+                "build on it: restore the file from a copy, or start another run"
             )
         key = paths.manifest_key(self.run_id, iteration, stage)
         stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%S%fZ")

@@ -31,12 +31,16 @@ def test_a_killed_run_ends_bit_equal_to_one_never_killed(sluice: Sluice, tmp_pat
     assert rows == [{"n": 7 * 64}]
 
 
-def test_an_interrupted_run_says_how_to_go_on(sluice: Sluice, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_says_how_to_go_on(
+    number: signal.Signals, sluice: Sluice, tmp_path: Path
+) -> None:
     config = short(tmp_path, iterations=50)
     process = sluice.start("train", str(config), "--run-id", "stopped")
     wait_for(sluice.committed("stopped", 0).exists)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     _, err = process.communicate(timeout=60)
-    assert process.returncode == 3
+    assert process.returncode == 3, err
     assert "sluice resume stopped" in err
+    assert "Traceback" not in err
     assert sluice.json("show", "stopped")["status"] == "interrupted"

@@ -105,6 +105,11 @@ def parse_call(
             raise EngineError(
                 f"logprob_start_len ({start}) is beyond the prompt ({len(prompt)} tokens)."
             )
+        if not 0 <= tops[i] <= limits.vocab_size:
+            raise EngineError(
+                f"top_logprobs_num must be between 0 and the vocabulary's {limits.vocab_size}, "
+                f"got {tops[i]}."
+            )
         requests += _samples(prompt, params[i], budget, rids[i], wants[i], start, tops[i])
     return Call(requests, batched or any(p.n > 1 for p in params), pending=len(requests))
 

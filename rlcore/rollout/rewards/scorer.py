@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import wait
 
 from rlcore.config.tree import RewardConfig
-from rlcore.errors import PluginError
+from rlcore.errors import PluginError, RewardError
 from rlcore.plugins import load_checked
 from rlcore.rollout.rewards.process import WorkerProcess
 from rlcore.rollout.rewards.protocol import Progress, Score
@@ -44,11 +44,13 @@ def try_reward(config: RewardConfig, sample: Sample) -> Score:
         PluginError: the function cannot be loaded or called.
         RewardError: it raised, hung, crashed or gave no number.
     """
-    scorer = Scorer(config.model_copy(update={"workers": 1, "max_failed": 0.0}))
+    scorer = Scorer(config.model_copy(update={"workers": 1, "max_failed": 1.0}))
     try:
         [score] = scorer.score_now([sample])
     finally:
         scorer.close()
+    if score.reward is None:
+        raise RewardError(str(score.error))
     return score
 
 
