@@ -1,7 +1,7 @@
 # `make quickstart` and `make test` work from a fresh clone: each sets up .venv first.
 #
-# PYTHON=python3.12 picks another interpreter. pip's own settings hold, for example
-# PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu for a torch without CUDA.
+# PYTHON=python3.12 picks another interpreter. pip's own settings hold, such as PIP_EXTRA_INDEX_URL for an
+# index with a torch without CUDA.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
