@@ -70,14 +70,15 @@ def test_the_commands_that_are_printed_can_be_pasted(capsys: pytest.CaptureFixtu
 def test_a_full_disk_does_not_hide_why_a_run_ended(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    store = open_store(load_config(QUICKSTART, [f"storage.root={tmp_path}", "run.id=x"]))
+    config = load_config(QUICKSTART, [f"storage.root={tmp_path}", "run.id=x"])
+    store = open_store(config)
     lease = Lease.acquire(store.objects, "x")
 
     def full(key: str, data: bytes) -> None:
         raise StoreError("No space left on device")
 
     monkeypatch.setattr(store.objects, "put", full)
-    leave(store, lease, "failed", "the reason")
+    leave(store, config, lease, "failed", "the reason")
     assert "No space left" in caplog.text
 
 

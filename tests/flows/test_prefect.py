@@ -1,5 +1,8 @@
 """What Prefect shows of a run: flows, tasks, names, states and artifacts, asked through its API."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +10,7 @@ import httpx
 from real_runs import Sluice, short
 
 from flows.server import PrefectServer
+from rlcore.config import load_config
 
 TASKS = ["rollout", "reward", "filter", "train", "weight_sync", "evaluate", "checkpoint"]
 
@@ -35,6 +39,27 @@ def test_prefect_shows_every_iteration_and_stage(tmp_path: Path) -> None:
 
         keys = {a["key"] for a in rows(server, "artifacts")}
         assert keys == {"seen-progress", "seen-metrics", "seen-summary"}
+    finally:
+        server.end()
+        server.gone()
+
+
+def test_a_run_starts_from_a_plain_dict_as_prefects_form_sends_it(tmp_path: Path) -> None:
+    server = PrefectServer(tmp_path / "prefect")
+    server.wait()
+    try:
+        config = load_config(short(tmp_path, iterations=1)).model_dump(mode="json")
+        config["run"].pop("id")
+        config["storage"] = {"root": "here"}
+        script = (
+            f"import asyncio, flows.train; asyncio.run(flows.train.rl_train(config={config!r}))"
+        )
+        env = os.environ | {"PREFECT_API_URL": server.api_url}
+        subprocess.run([sys.executable, "-c", script], env=env, cwd=tmp_path, check=True)
+        [run] = [r for r in rows(server, "flow_runs") if r["name"].startswith("train-")]
+        assert (run["name"], run["state_type"]) == (f"train-{run['id']}", "COMPLETED")
+        [stored] = Sluice(tmp_path / "here", tmp_path).json("runs")
+        assert (stored["run_id"], stored["status"]) == (f"run-{run['id']}", "completed")
     finally:
         server.end()
         server.gone()
