@@ -150,8 +150,13 @@ def test_a_filtered_batch_is_cut_evenly(tmp_path: Path) -> None:
     stored = Stored(tmp_path, make_samples(), keep=[True] * 9 + [False] * 3)
     batch = stored.load(num_steps_per_rollout=2)
     assert [step.totals.sequences for step in batch.steps] == [4, 5]
-    with pytest.raises(DataError, match=r"train\.num_steps_per_rollout"):
-        Stored(tmp_path / "none", make_samples(), keep=[False] * 12).load()
+    one = Stored(tmp_path / "one", make_samples(), keep=[True] + [False] * 11)
+    assert [step.totals.sequences for step in one.load(num_steps_per_rollout=2).steps] == [1]
+
+
+def test_a_batch_of_which_nothing_is_kept_has_no_step(tmp_path: Path) -> None:
+    none = Stored(tmp_path, make_samples(), keep=[False] * 12).load()
+    assert (none.steps, none.samples) == ((), 0)
 
 
 def test_parts_of_different_batches_are_refused(tmp_path: Path) -> None:
