@@ -56,6 +56,7 @@ async def open_run(config: RunConfig) -> AsyncIterator[Run]:
                     yield run
                 finally:
                     forget(run.id)
+                    await run.close()
         finally:
             if connected:
                 ray_session.disconnect()

@@ -8,6 +8,7 @@ Invariants:
   it, of the batch and of the training settings.
 """
 
+import asyncio
 import logging
 import time
 import uuid
@@ -58,6 +59,7 @@ class Run:
     fleet: Fleet
     last_task_run: uuid.UUID | None = None
     """The newest Prefect task run, for whoever must wait until the server has seen it."""
+    _ahead: "tuple[int, asyncio.Future[Work]] | None" = None
     _timings: dict[tuple[int, str], Timing] = field(default_factory=dict)
     _began: dict[int, float] = field(default_factory=dict)
     _records: dict[int, dict[str, Any]] = field(default_factory=dict)
@@ -158,6 +160,33 @@ class Run:
             await self.ensure_trainer(version)
             await self.fleet.sync(version)
 
+    # --- generating ahead ---------------------------------------------------------------------------
+
+    async def generate(self, i: int) -> Work:
+        """The rollout of iteration i: the one begun ahead, else a new one."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and ahead[0] == i:
+            return await ahead[1]
+        await self.ensure_engines(i)
+        return await self.fleet.generate(i, cursor=self.cursor_before(i))
+
+    def begin_rollout(self, i: int) -> None:
+        """Begin the rollout of iteration i while Prefect closes the one before and opens this one.
+
+        Nothing else is asked of the actors in that time, the engines have proved that they hold
+        policy i, and the cursor is committed: the rollout is the one that would be made later.
+        """
+        if i < self.config.train.num_iterations and self.fleet.engine_version == i:
+            work = asyncio.ensure_future(self.fleet.generate(i, cursor=self.cursor_before(i)))
+            self._ahead = (i, work)
+
+    async def close(self) -> None:
+        """Give up a rollout that was begun ahead and that nobody came for."""
+        if self._ahead is not None:
+            self._ahead[1].cancel()
+            await asyncio.wait([self._ahead[1]])
+            self._ahead = None
+
     # --- stages that need more than one actor
     # -----------------------------------------------------------
 
@@ -240,6 +269,7 @@ class Run:
         }
         self.store.commit_iteration(i, record, self.lease)
         self._prune(i)
+        self.begin_rollout(i + 1)
         return IterationRef(self.id, i, metrics)
 
     def _prune(self, i: int) -> None:

@@ -15,5 +15,4 @@ async def rollout(run: Run, i: int, policy: StageRef | None) -> Work:
         i: iteration; its policy is the model after i iterations of training.
         policy: the weight sync that made the policy; None for the starting model.
     """
-    await run.ensure_engines(i)
-    return await run.fleet.generate(i, cursor=run.cursor_before(i))
+    return await run.generate(i)
