@@ -160,7 +160,7 @@ class Run:
             await self.ensure_trainer(version)
             await self.fleet.sync(version)
 
-    # --- generating ahead ---------------------------------------------------------------------------
+    # --- generating ahead -------------------------------------------------------------------------
 
     async def generate(self, i: int) -> Work:
         """The rollout of iteration i: the one begun ahead, else a new one."""
