@@ -182,10 +182,11 @@ class Run:
 
     async def close(self) -> None:
         """Give up a rollout that was begun ahead and that nobody came for."""
-        if self._ahead is not None:
-            self._ahead[1].cancel()
-            await asyncio.wait([self._ahead[1]])
-            self._ahead = None
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            ahead[1].cancel()
+            # Its own error does not matter any more: whoever ends the run has one, or is done.
+            await asyncio.gather(ahead[1], return_exceptions=True)
 
     # --- stages that need more than one actor
     # -----------------------------------------------------------
