@@ -14,7 +14,7 @@ from rich.text import Text
 
 from rlcore.config import RunConfig
 from rlcore.errors import ConfigError, NotFound, StoreError
-from rlcore.observe.history import iterations_asked, records, status_of, summarise
+from rlcore.observe.history import iterations_asked, status_of, summarise
 from rlcore.store.manifest import Manifest, StageRef
 from rlcore.store.objects import Objects
 from rlcore.store.paths import STAGES
@@ -242,8 +242,10 @@ def last_checkpoint(root: str, run_id: str) -> Path | str | None:
     """The newest Hugging Face folder of a run."""
     objects = Objects.open(root)
     store = RunStore(objects, run_id)
-    for record in reversed(records(objects, run_id)):
-        if "checkpoint" in record["stages"]:
+    last = store.last_committed()
+    for i in range(-1 if last is None else last, -1, -1):
+        record = store.committed(i)
+        if record is not None and "checkpoint" in record["stages"]:
             manifest = store.manifest(StageRef.model_validate(record["stages"]["checkpoint"]))
             prefix = manifest.extra["checkpoint"]["key_prefix"]
             return objects.local_path(prefix) or objects.url(prefix)
