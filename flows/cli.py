@@ -11,10 +11,10 @@ from typing import Annotated
 
 from cyclopts import App, CycloptsError, Parameter
 
+from flows.exit_codes import BAD_INPUT, DONE, FAILED, INTERRUPTED
 from rlcore import __version__
 from rlcore.errors import ConfigError, DataError, NotFound, PluginError, SluiceError
 
-FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 3
 
 app = App(
     name="sluice",
@@ -120,7 +120,7 @@ def verify(run: RunName, *, root: Root = None, json: Json = False) -> int:
     """
     from flows.inspect import verify_run_command
 
-    return 0 if verify_run_command(root_of(root), run, as_json=json) else FAILED
+    return DONE if verify_run_command(root_of(root), run, as_json=json) else FAILED
 
 
 @app.command
@@ -178,8 +178,8 @@ def main() -> None:
     except BrokenPipeError:
         # Whoever read our output has seen enough; what is still buffered goes nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 0
-    sys.exit(code if isinstance(code, int) else 0)
+        code = DONE
+    sys.exit(code if isinstance(code, int) else DONE)
 
 
 if __name__ == "__main__":

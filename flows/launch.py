@@ -14,6 +14,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from flows.exit_codes import DONE, FAILED, INTERRUPTED
 from flows.progress import Progress
 from flows.server import PrefectServer
 from rlcore.cluster.ray_session import connect, disconnect
@@ -22,7 +23,7 @@ from rlcore.errors import ClusterError, SluiceError
 from rlcore.opening import is_complete, named, open_run
 from rlcore.preflight import preflight
 
-FAILED, INTERRUPTED = 1, 3
+
 DRAIN_S = 5
 
 
@@ -68,7 +69,7 @@ def run_training(config: RunConfig, *, root: str | None, as_json: bool) -> int:
         print()
     else:
         shown.summary()
-    return 0
+    return DONE
 
 
 def is_interruption(error: BaseException) -> bool:
