@@ -15,7 +15,6 @@ from flows.exit_codes import BAD_INPUT, DONE, FAILED, INTERRUPTED
 from rlcore import __version__
 from rlcore.errors import ConfigError, DataError, NotFound, PluginError, SluiceError
 
-
 app = App(
     name="sluice",
     version=__version__,

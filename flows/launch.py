@@ -23,7 +23,6 @@ from rlcore.errors import ClusterError, SluiceError
 from rlcore.opening import is_complete, named, open_run
 from rlcore.preflight import preflight
 
-
 DRAIN_S = 5
 
 
