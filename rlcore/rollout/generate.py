@@ -124,6 +124,7 @@ class Generator:
             PluginError: the custom function failed.
         """
         params = sampling_params(self._config)
+        self._pool.version = version
         if self._custom is None:
             done = await self._plain(samples, params, group)
         else:

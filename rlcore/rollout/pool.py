@@ -3,16 +3,20 @@
 Invariants:
 - Results come back in the order of the requests, all of them or an error.
 - No engine has more than `concurrency` samples in flight, save a single call that is larger.
-- An engine that failed twice in a row gets no calls until it answers a health check again.
-- A request that an engine aborted without being asked to counts as failed and is sent again.
+- An engine that failed twice in a row gets no calls until it answers again, with the policy version
+  that is asked for: one that was started again holds another until the weights are pushed to it.
+- While no engine answers, calls wait for one, and none of their attempts is used up.
+- A request that an engine aborted without being asked to counts as failed and is sent again. One
+  that `abort_all` ended is answered with what it had; nothing is sent while it runs.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from rlcore.errors import EngineError
 from rlcore.rollout.client import EngineClient, EngineUnavailable, GenerateRequest, GenerateResult
@@ -23,10 +27,15 @@ log = logging.getLogger("sluice.rollout")
 
 FAILURES_UNTIL_UNHEALTHY = 2
 RECHECK_S = 1.0
+ABORT_AGAIN_S = 0.5
+"""Seconds after which engines are told again to abort: a request may have been on its way."""
 LONGEST_PAUSE_S = 10.0
 REFILLS = 8
 """Calls that share an engine's concurrency when there is more to do: as one ends, the next
 begins."""
+
+NOTHING = GenerateResult(tokens=[], log_probs=[], finish_reason="abort")
+"""The answer to a request that was ended before an engine took it."""
 
 
 @dataclass(eq=False)
@@ -51,6 +60,11 @@ class EnginePool:
         retries: how often a failed call is sent again.
         timeout_s: seconds until a call counts as failed.
         pause_s: seconds before the first retry; doubled each time.
+        patience_s: seconds to wait for an engine to come back while none answers.
+
+    Attributes:
+        version: policy version that the engines must hold; None: any.
+        aborting: whether all requests are being ended, as somebody asked.
     """
 
     def __init__(
@@ -62,6 +76,7 @@ class EnginePool:
         retries: int = 3,
         timeout_s: float = 600.0,
         pause_s: float = 0.5,
+        patience_s: float = 0.0,
     ) -> None:
         if not urls:
             raise EngineError("there is no engine to generate with")
@@ -69,6 +84,9 @@ class EnginePool:
         self.concurrency = concurrency
         self._retries = retries
         self._pause_s = pause_s
+        self._patience_s = patience_s
+        self.version: str | None = None
+        self.aborting = False
         self._engines = [_Engine(EngineClient(url, limits, timeout_s)) for url in urls]
         self._changed = asyncio.Condition()
 
@@ -101,6 +119,23 @@ class EnginePool:
         found = await all_of(self._deliver(list(chunk)) for chunk in chunks)
         return [result for results in found for result in results]
 
+    async def abort_all(self, calls: Collection[asyncio.Task[Any]]) -> None:
+        """End all requests, those that wait for an engine too. Each is answered with what it has.
+
+        Args:
+            calls: the tasks that generate; waits until all have ended.
+        """
+        open_ = set(calls)
+        self.aborting = True
+        try:
+            while open_:
+                # An engine that does not answer fails its calls by itself.
+                aborts = (engine.client.abort() for engine in self._engines)
+                await asyncio.gather(*aborts, return_exceptions=True)
+                _, open_ = await asyncio.wait(open_, timeout=ABORT_AGAIN_S)
+        finally:
+            self.aborting = False
+
     def _call_size(self, total: int, group: int) -> int:
         """Requests a call: an even share of whole groups, small enough to refill a busy engine."""
         groups = -(-total // group)
@@ -122,21 +157,37 @@ class EnginePool:
                 async with self._lease(len(open_), avoid=failed_on) as engine:
                     failed_on = engine
                     found = await engine.client.generate([requests[k] for k in open_])
+                    self._check_version(engine, found)
             except EngineUnavailable as error:
+                if self.aborting:
+                    break
                 last = str(error)
                 log.warning("attempt %d of %d: %s", attempt + 1, self._retries + 1, last)
                 continue
             results.update(zip(open_, found, strict=True))
             open_ = [k for k in open_ if results[k].finish_reason == "abort"]
-            if not open_:
-                return [results[k] for k in range(len(requests))]
+            if not open_ or self.aborting:
+                break
             detail = results[open_[0]].detail.get("message", "no reason given")
             last = f"{failed_on.client.url} aborted {len(open_)} requests: {detail}"
             log.warning("attempt %d of %d: %s", attempt + 1, self._retries + 1, last)
+        if not open_ or self.aborting:
+            return [results.get(k, NOTHING) for k in range(len(requests))]
         raise EngineError(
             f"{len(open_)} requests failed {self._retries + 1} times (rollout.request_retries = "
             f"{self._retries}); the last time: {last}"
         )
+
+    def _check_version(self, engine: _Engine, found: Sequence[GenerateResult]) -> None:
+        """Have an engine with other weights left alone until it holds the right ones."""
+        # What was ended before it began came from no policy.
+        other = {r.weight_version for r in found if r.tokens} - {self.version}
+        if self.version is not None and other:
+            engine.failures = FAILURES_UNTIL_UNHEALTHY
+            raise EngineUnavailable(
+                f"{engine.client.url} generated with policy version {min(other)!r}, not "
+                f"{self.version!r}"
+            )
 
     @asynccontextmanager
     async def _lease(self, samples: int, avoid: _Engine | None) -> AsyncIterator[_Engine]:
@@ -155,20 +206,27 @@ class EnginePool:
                 self._changed.notify_all()
 
     async def _choose(self, samples: int, avoid: _Engine | None) -> _Engine:
+        deadline = time.monotonic() + self._patience_s
         while True:
             await self._recheck()
             # Looked at under the lock, so that no release between the look and the wait is missed.
             async with self._changed:
+                if self.aborting:
+                    raise EngineUnavailable("all requests are being ended")
                 healthy = [e for e in self._engines if e.healthy]
-                if not healthy:
-                    urls = ", ".join(e.client.url for e in self._engines)
-                    raise EngineUnavailable(f"no engine answers ({urls})")
                 others = [e for e in healthy if e is not avoid] or healthy
-                engine = min(others, key=lambda e: e.in_flight)
-                if engine.in_flight == 0 or engine.in_flight + samples <= self.concurrency:
-                    engine.in_flight += samples
-                    return engine
-                await self._changed.wait()
+                if others:
+                    engine = min(others, key=lambda e: e.in_flight)
+                    if engine.in_flight == 0 or engine.in_flight + samples <= self.concurrency:
+                        engine.in_flight += samples
+                        return engine
+                    await self._changed.wait()
+                    continue
+            if time.monotonic() >= deadline:
+                urls = ", ".join(e.client.url for e in self._engines)
+                held = "" if self.version is None else f" with policy version {self.version!r}"
+                raise EngineUnavailable(f"no engine answers{held} ({urls})")
+            await asyncio.sleep(RECHECK_S)
 
     async def _recheck(self) -> None:
         now = time.monotonic()
@@ -177,7 +235,15 @@ class EnginePool:
             due = self._engines
         for engine in due:
             engine.checked = now
-            if await engine.client.health():
+            if await self._is_ready(engine.client):
                 log.info("engine %s answers again", engine.client.url)
                 # One more failure is enough to take it out again.
                 engine.failures = FAILURES_UNTIL_UNHEALTHY - 1
+
+    async def _is_ready(self, client: EngineClient) -> bool:
+        if not await client.health():
+            return False
+        try:
+            return self.version is None or await client.weight_version() == self.version
+        except EngineError:
+            return False

@@ -52,6 +52,8 @@ class Server:
 
     async def _generate(self, request: Request) -> Any:
         """Three tokens that depend on the prompt and the seed alone."""
+        if request.url.path == "/model_info":
+            return {"weight_version": self.version}
         if request.url.path != "/generate":
             return Response("", status_code=200)
         body = json.loads(await request.body())

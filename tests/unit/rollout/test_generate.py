@@ -109,7 +109,7 @@ async def test_the_context_cuts_the_budget_and_a_full_one_is_an_error(
 
 async def test_a_reply_of_another_policy_is_an_error(servers: list[Any], pool: EnginePool) -> None:
     servers[0].version = servers[1].version = "4"
-    with pytest.raises(EngineError, match="policy version '4', but the rollout is of version '5'"):
+    with pytest.raises(EngineError, match="no engine answers with policy version '5'"):
         await generator(pool).run(make_groups(prompts(1), 2, 0, "x"), 2, "5")
     await generator(pool).run(make_groups(prompts(1), 2, 0, "x"), 2, None)
 

@@ -192,3 +192,39 @@ async def test_nothing_to_do_and_nobody_to_do_it(server: Any, pools: MakePool) -
     assert await pools([server]).generate([]) == []
     with pytest.raises(EngineError, match="no engine"):
         EnginePool([], LIMITS)
+
+
+async def test_an_engine_with_other_weights_is_left_alone_until_it_holds_the_right_ones(
+    servers: list[Any], pools: MakePool
+) -> None:
+    current, restarted = servers
+    pool = pools(servers)
+    pool.version = current.version = "7"
+    restarted.version = "0"
+    for _ in range(2):
+        found = await pool.generate(requests(20))
+        assert {r.weight_version for r in found} == {"7"}
+    assert len(calls(restarted)) == 1
+    restarted.version = "7"
+    await asyncio.sleep(1.05)
+    restarted.seen.clear()
+    await pool.generate(requests(20))
+    assert calls(restarted) == [10]
+
+
+async def test_calls_wait_for_an_engine_to_come_back(server: Any, pools: MakePool) -> None:
+    pool = pools([server], retries=2, patience_s=30.0)
+    server.says("going down", 503)
+    waiting = asyncio.ensure_future(pool.generate(requests(4)))
+    # More seconds than the two retries take.
+    await asyncio.sleep(3)
+    assert not waiting.done()
+    server.reset()
+    assert len(await waiting) == 4
+
+
+async def test_nobody_waits_longer_than_told(dead_url: str, pools: MakePool) -> None:
+    began = time.monotonic()
+    with pytest.raises(EngineError, match="no engine answers"):
+        await pools([dead_url], retries=2, patience_s=2.0).generate(requests(4))
+    assert time.monotonic() - began < 8
