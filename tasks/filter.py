@@ -1,12 +1,13 @@
 """Filter: which groups of a scored rollout are trained on."""
 
+from rlcore.config.digest import STAGE_SECTIONS
 from rlcore.run import Run
 from rlcore.store.manifest import StageRef
 from rlcore.work import Work
 from tasks.stage import stage
 
 
-@stage("filter", sections=("filter", "reward"), retries=2)
+@stage("filter", sections=STAGE_SECTIONS["filter"], retries=2)
 async def select(run: Run, i: int, rollout: StageRef, reward: StageRef) -> Work:
     """Keep or drop whole groups; what is dropped is counted by reason."""
     batch, scores = run.store.manifest(rollout), run.store.manifest(reward)

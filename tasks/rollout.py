@@ -1,12 +1,13 @@
 """Rollout: the iteration's prompts and the policy's responses to them."""
 
+from rlcore.config.digest import STAGE_SECTIONS
 from rlcore.run import Run
 from rlcore.store.manifest import StageRef
 from rlcore.work import Work
 from tasks.stage import stage
 
 
-@stage("rollout", sections=("run", "model", "data", "rollout", "sglang"), retries=2)
+@stage("rollout", sections=STAGE_SECTIONS["rollout"], retries=2)
 async def rollout(run: Run, i: int, policy: StageRef | None) -> Work:
     """Generate n responses to each of the iteration's prompts with policy version i.
 

@@ -6,11 +6,19 @@ so a run can move to another machine and go on.
 
 import hashlib
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from rlcore.config.tree import RunConfig, Section
 
 NOT_COMPUTED = frozenset({"storage", "cluster"})
+
+STAGE_SECTIONS: dict[str, tuple[str, ...]] = {
+    "rollout": ("run", "model", "data", "rollout", "sglang"),
+    "reward": ("reward",),
+    "filter": ("filter", "reward"),
+}
+"""The sections that a stage's result depends on, beside its inputs, where others need to know."""
 
 
 def config_digest(config: RunConfig, *sections: str) -> str:
@@ -19,16 +27,28 @@ def config_digest(config: RunConfig, *sections: str) -> str:
     `train.num_iterations` counts only where the learning-rate schedule depends on it, so a run with
     a constant rate can be made longer.
     """
-    names = sections or tuple(n for n in RunConfig.model_fields if n not in NOT_COMPUTED)
-    tree: dict[str, Any] = {}
-    for name in names:
-        value = getattr(config, name)
-        tree[name] = _computed(value) if isinstance(value, Section) else value
-    if "train" in tree and config.train.lr_schedule == "constant":
-        tree["train"].pop("num_iterations")
-    text = json.dumps(tree, sort_keys=True, separators=(",", ":"))
+    return tree_digest(config.model_dump(mode="json"), *sections)
+
+
+def tree_digest(tree: Mapping[str, Any], *sections: str) -> str:
+    """`config_digest` of a configuration as it is stored, whatever version of Sluice stored it."""
+    names = sections or tuple(name for name in tree if name not in NOT_COMPUTED)
+    constant = tree.get("train", {}).get("lr_schedule", "constant") == "constant"
+    computed = {
+        name: {k: v for k, v in tree[name].items() if not _is_operational(name, k, constant)}
+        for name in names
+    }
+    text = json.dumps(computed, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _computed(section: Section) -> dict[str, Any]:
-    return section.model_dump(mode="json", exclude=set(section.OPERATIONAL))
+def is_operational(config: RunConfig, section: str, key: str) -> bool:
+    """Whether a setting may be changed in a run, since it does not change what is computed."""
+    return _is_operational(section, key, config.train.lr_schedule == "constant")
+
+
+def _is_operational(section: str, key: str, constant_rate: bool) -> bool:
+    if section in NOT_COMPUTED or (constant_rate and (section, key) == ("train", "num_iterations")):
+        return True
+    kind = RunConfig.model_fields[section].annotation if section in RunConfig.model_fields else None
+    return isinstance(kind, type) and issubclass(kind, Section) and key in kind.OPERATIONAL
