@@ -75,5 +75,9 @@ class ClusterError(SluiceError, RuntimeError):
     """Ray lacks the resources asked for, or an actor died."""
 
 
+class ActorDied(ClusterError):
+    """A Ray actor is gone: its process was killed, or its machine is away."""
+
+
 NEVER_RETRIED = (ConfigError, DataError, PluginError, Conflict, Fenced)
 """Errors for which trying the same thing again cannot help."""

@@ -2,7 +2,6 @@
 
 import logging
 import shutil
-import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,6 +14,7 @@ from rlcore.config import RunConfig, build_config, config_digest
 from rlcore.errors import ConfigError, Conflict, StoreError
 from rlcore.observe.history import iterations_asked
 from rlcore.run import Run, find_open, forget, set_current
+from rlcore.scratch import make_scratch, sweep_scratch
 from rlcore.store.lease import Lease
 from rlcore.store.manifest import SCHEMA_VERSION, canonical_json
 from rlcore.store.objects import Objects
@@ -39,8 +39,9 @@ async def open_run(config: RunConfig) -> AsyncIterator[Run]:
         return
     store = open_store(config)
     create_or_check(store, config)
-    lease = Lease.acquire(store.objects, config.run.id, ttl_s=config.storage.lease_ttl_s)
-    scratch = Path(tempfile.mkdtemp(prefix=f"sluice-{config.run.id[:20]}-"))
+    lease = await Lease.acquired(store.objects, config.run.id, config.storage.lease_ttl_s)
+    sweep_scratch()
+    scratch = make_scratch(config.run.id)
     lease.start()
     # Until another word replaces it: a driver that is killed leaves none.
     put_outcome(store, config, "interrupted", "", lease.epoch)
@@ -52,6 +53,7 @@ async def open_run(config: RunConfig) -> AsyncIterator[Run]:
             async with Fleet.start(plan) as fleet:
                 run = Run(config, store, lease, fleet)
                 set_current(run)
+                fleet.watch(run.refill)
                 try:
                     yield run
                 finally:

@@ -2,8 +2,8 @@
 
 Invariants:
 - What is done is what the store says. This object holds caches of it and nothing else that matters.
-- `ensure_trainer(i)` and `ensure_engines(v)` bring the actors to a named state whatever they hold,
-  by reloading and by replaying committed batches; nothing is generated twice for it.
+- `with_trainer(i, ...)` and `ensure_engines(v)` bring the actors to a named state whatever they
+  hold, by reloading and by replaying committed batches; nothing is generated twice for it.
 - Training is identified by a chain: the state's id after iteration i is a digest of the id before
   it, of the batch and of the training settings.
 """
@@ -12,13 +12,13 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from rlcore.cluster.fleet import Fleet, TrainInputs
 from rlcore.config import RunConfig, config_digest
-from rlcore.errors import ConfigError, Corrupt
+from rlcore.errors import ClusterError, ConfigError, Corrupt, EngineError, SyncError
 from rlcore.store.lease import Lease
 from rlcore.store.manifest import Manifest, StageRef, chain_state_id
 from rlcore.store.retention import is_pruned, prune
@@ -28,7 +28,10 @@ from rlcore.work import Work
 
 log = logging.getLogger("sluice.run")
 
+T = TypeVar("T")
 SECONDS = "seconds"
+TRAINER_STARTS = 3
+"""How often the trainer is started for one piece of work."""
 TRAIN_SECTIONS = ("run", "model", "algorithm", "train")
 """What a training step depends on, beside its batch."""
 
@@ -60,6 +63,7 @@ class Run:
     last_task_run: uuid.UUID | None = None
     """The newest Prefect task run, for whoever must wait until the server has seen it."""
     _ahead: "tuple[int, asyncio.Future[Work]] | None" = None
+    _training: asyncio.Lock = field(default_factory=asyncio.Lock)
     _timings: dict[tuple[int, str], Timing] = field(default_factory=dict)
     _began: dict[int, float] = field(default_factory=dict)
     _records: dict[int, dict[str, Any]] = field(default_factory=dict)
@@ -120,7 +124,27 @@ class Run:
     # --- bringing the actors to a state
     # ---------------------------------------------------------------
 
-    async def ensure_trainer(self, i: int) -> None:
+    async def with_trainer(self, i: int, work: Callable[[], Awaitable[T]]) -> T:
+        """Do work with a trainer that holds the state before iteration i.
+
+        When a rank dies, all are started again, brought to that state, and the work begins anew.
+
+        Raises:
+            ActorDied: it happened `TRAINER_STARTS` times.
+        """
+        async with self._training:
+            for left in reversed(range(TRAINER_STARTS)):
+                try:
+                    await self._ensure_trainer(i)
+                    return await work()
+                except ClusterError as error:
+                    if not (left and self.fleet.trainer_is_lost):
+                        raise
+                    log.error("%s; the trainer is started again", error)
+                    await self.fleet.restart_trainer()
+        raise AssertionError("unreachable")
+
+    async def _ensure_trainer(self, i: int) -> None:
         """Have the trainer hold the state before iteration i.
 
         Walks back to the newest saved state and replays the committed batches after it.
@@ -157,8 +181,33 @@ class Run:
     async def ensure_engines(self, version: int) -> None:
         """Have every engine hold policy `version`: the model after that many iterations."""
         if self.fleet.engine_version != version:
-            await self.ensure_trainer(version)
-            await self.fleet.sync(version)
+            await self.sync_engines(version)
+
+    async def sync_engines(self, version: int) -> Work:
+        """Push policy `version` to the engines; one that goes down meanwhile is brought back."""
+        while True:
+            try:
+                return await self.with_trainer(version, lambda: self.fleet.sync(version))
+            except (EngineError, SyncError) as error:
+                if not await self.fleet.mend_engines():
+                    raise
+                log.error("%s; the weights are pushed again", error)
+
+    async def refill(self, urls: Sequence[str]) -> None:
+        """Give the weights that the other engines hold to engines that were started again.
+
+        Where the trainer has gone on since, the weight sync to come gives them newer ones.
+        """
+        version = self.fleet.engine_version
+        if version is None:
+            return
+
+        async def push() -> None:
+            if self.fleet.engine_version == version:
+                await self.fleet.refill(urls)
+
+        if self.fleet.trainer_state in (None, self.state_id_before(version)):
+            await self.with_trainer(version, push)
 
     # --- generating ahead -------------------------------------------------------------------------
 
@@ -202,7 +251,7 @@ class Run:
             config_digest(self.config, *TRAIN_SECTIONS),
         )
         inputs = self._train_inputs(i, manifests, after, before=before)
-        return await self.fleet.train(inputs, save=self.state_due(i))
+        return await self.with_trainer(i, lambda: self.fleet.train(inputs, save=self.state_due(i)))
 
     def _train_inputs(
         self, i: int, manifests: dict[str, Manifest], after: str, before: str | None = None
@@ -215,14 +264,9 @@ class Run:
         )
         return TrainInputs(before=before or self.state_id_before(i), after=after, files=files)
 
-    async def sync_engines(self, version: int) -> Work:
-        """Push policy `version` to the engines."""
-        await self.ensure_trainer(version)
-        return await self.fleet.sync(version)
-
     async def export(self, i: int) -> Work:
         """Write the model after iteration i as a Hugging Face folder."""
-        return await self.fleet.export(i)
+        return await self.with_trainer(i + 1, lambda: self.fleet.export(i))
 
     # --- commits
     # ------------------------------------------------------------------------------------------
@@ -262,6 +306,7 @@ class Run:
         metrics[SECONDS] = time.perf_counter() - self._began.pop(i, time.perf_counter())
         metrics["compute_seconds"] = sum(t.compute for t in taken.values())
         metrics |= {f"perf/{name}_time": t.total for name, t in taken.items()}
+        metrics |= self.fleet.progressed()
         record = {
             "run_id": self.id,
             "iteration": i,

@@ -9,5 +9,4 @@ from tasks.stage import stage
 @stage("checkpoint", sections=("checkpoint",), retries=2)
 async def checkpoint(run: Run, i: int, train: StageRef) -> Work:
     """Write the model after the iteration; then keep the newest `checkpoint.keep_last` of them."""
-    await run.ensure_trainer(i + 1)
     return await run.export(i)

@@ -17,7 +17,6 @@ async def train(run: Run, i: int, rollout: StageRef, reward: StageRef, filter: S
     The trainer is first brought to the state before the iteration, whatever it holds: a step that
     was interrupted is thrown away, so none is ever applied twice.
     """
-    await run.ensure_trainer(i)
     work = await run.train(i, rollout=rollout, reward=reward, selection=filter)
     if not work.extra["samples"]:
         log.warning("iteration %d: no sample was left to train on; the model stays as it is", i)

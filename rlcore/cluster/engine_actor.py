@@ -25,6 +25,8 @@ class EngineSpec:
     tensor_parallel: int = 1
     random_seed: int = 0
     start_timeout_s: float = 600.0
+    check_interval_s: float = 1.0
+    check_timeout_s: float = 15.0
     sglang: dict[str, Scalar] = field(default_factory=dict)
 
 
@@ -36,8 +38,12 @@ class EngineActor:
         self._rank = rank
         self._process: EngineProcess | None = None
 
-    def start(self, weight_version: str) -> str:
+    def start(self, weight_version: str, port: int | None) -> str:
         """Start the server and wait until it answers.
+
+        Args:
+            weight_version: that it reports.
+            port: to listen at; None: a free one.
 
         Returns:
             Its URL.
@@ -45,7 +51,7 @@ class EngineActor:
         Raises:
             EngineError: it ended or did not answer in time; the text holds the end of its log.
         """
-        spec, port = self._spec, free_port()
+        spec, port = self._spec, port or free_port()
         if spec.engine == "sglang":
             own: dict[str, Scalar] = {
                 "weight_version": weight_version,
@@ -76,12 +82,18 @@ class EngineActor:
         self._process.wait_healthy(spec.start_timeout_s)
         return self._process.url
 
-    def alive(self) -> bool:
-        """Whether the server process runs."""
-        return self._process is not None and self._process.alive()
+    def probe(self, timeout_s: float) -> str | None:
+        """What is wrong with the server; None if it runs and answers within `timeout_s` seconds."""
+        if self._process is None:
+            return "it was never started"
+        if not self._process.alive():
+            return f"its process ended with code {self._process.exit_code}"
+        if not self._process.answers(timeout_s) and self._process.alive():
+            return f"it did not answer /health within {timeout_s:g} s"
+        return None
 
-    def stop(self) -> None:
-        """End the server process."""
+    def stop(self, patience_s: float = 10.0) -> None:
+        """End the server process, by force after `patience_s` seconds."""
         if self._process is not None:
-            self._process.stop()
+            self._process.stop(patience_s)
             self._process = None

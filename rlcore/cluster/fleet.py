@@ -4,19 +4,22 @@ The fleet knows what its actors hold (`engine_version`, `trainer_state`); `rlcor
 they should hold. Every method returns `Work`: what a stage will commit.
 """
 
-from collections.abc import AsyncIterator, Awaitable, Sequence
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlcore.cluster.engine_actor import EngineActor, EngineSpec
-from rlcore.cluster.ray_session import NAMESPACE, actor_class, call, gather
+from rlcore.cluster.engine_actor import EngineSpec
+from rlcore.cluster.engines import START_VERSION, Engines, Refill
+from rlcore.cluster.ray_session import NAMESPACE, actor_class, call, first_of, gather
 from rlcore.cluster.rollout_actor import RolloutActor, RolloutPlan, StageReport
 from rlcore.cluster.trainer_actor import SavedState, TrainerSpec
 from rlcore.cluster.trainer_group import TrainerGroup
 from rlcore.config import RunConfig, config_digest
-from rlcore.errors import ClusterError
+from rlcore.errors import ActorDied, ClusterError
 from rlcore.rollout.limits import Limits
 from rlcore.starting_model import model_digest, model_path
 from rlcore.store.manifest import FileRef, chain_state_id, sha256_hex
@@ -26,11 +29,12 @@ from rlcore.train.trainer import BatchFiles, DType
 from rlcore.weights.sync import SyncSpec
 from rlcore.work import Work
 
+log = logging.getLogger("sluice.cluster")
+
 CONTROL_DEADLINE_S = 300.0
 ROLLOUT_DEADLINE_S = 24 * 3600.0
-STOP_PATIENCE_S = 10.0
-START_VERSION = 0
-"""Policy version of the starting model."""
+WORKER_STARTS = 3
+"""How often the rollout worker is started for one call."""
 
 
 @dataclass(frozen=True)
@@ -90,9 +94,8 @@ class Fleet:
     def __init__(self, plan: FleetPlan, actors: "Actors", start_state: str) -> None:
         self._plan = plan
         self._config = plan.config
-        self._urls = actors.urls
-        self._worker = actors.worker
-        self._trainer = actors.trainer
+        self._actors = actors
+        self._watching: asyncio.Future[None] | None = None
         self._limits = Limits.of_model(str(plan.model_folder), plan.config.rollout.context_length)
         self.start_state = start_state
         self.engine_version: int | None = START_VERSION
@@ -106,11 +109,51 @@ class Fleet:
         Raises:
             EngineError, ClusterError: one of them did not come up, or there are too few GPUs.
         """
-        actors = Actors()
+        actors = Actors(plan)
         try:
-            yield cls(plan, actors, await actors.start(plan))
+            fleet = cls(plan, actors, await actors.start())
+            try:
+                yield fleet
+            finally:
+                if fleet._watching is not None:
+                    fleet._watching.cancel()
+                    await asyncio.gather(fleet._watching, return_exceptions=True)
         finally:
             actors.end()
+
+    # --- failures ---------------------------------------------------------------------------------
+
+    def watch(self, refill: Refill) -> None:
+        """Look after the engines from now on; `refill` gives weights to those that come back."""
+        self._watching = asyncio.ensure_future(self._actors.engines.watch(refill))
+
+    async def mend_engines(self) -> bool:
+        """Start the engines again that are down; whether any was."""
+        return bool(await self._actors.engines.mend())
+
+    @property
+    def trainer_is_lost(self) -> bool:
+        """Whether a rank of the trainer has died, and the others were ended with it."""
+        return self._actors.trainer.broken
+
+    async def restart_trainer(self) -> None:
+        """Start the trainer's ranks again. They hold nothing yet."""
+        self.trainer_state = None
+        await self._actors.restart_trainer()
+
+    def progressed(self) -> dict[str, float]:
+        """An iteration was committed.
+
+        Returns:
+            How often actors had to be started again in it.
+        """
+        counts = {
+            "cluster/engine_restarts": float(self._actors.engines.restarts),
+            "cluster/trainer_restarts": float(self._actors.trainer_restarts),
+        }
+        self._actors.engines.progressed()
+        self._actors.trainer_restarts = 0
+        return counts
 
     # --- rollout, reward, filter, evaluate
     # ----------------------------------------------------------
@@ -138,12 +181,22 @@ class Fleet:
 
     async def _by_worker(self, stage: str, i: int, *args: Any) -> Work:
         attempt = new_attempt()
-        method = getattr(self._worker, stage)
-        report: StageReport = await call(
-            method.remote(self._plan.epoch, i, attempt, *args),
-            deadline_s=ROLLOUT_DEADLINE_S,
-            what=f"the rollout worker ({stage} of iteration {i})",
-        )
+        for left in reversed(range(WORKER_STARTS)):
+            method = getattr(self._actors.worker, stage)
+            calling = call(
+                method.remote(self._plan.epoch, i, attempt, *args),
+                deadline_s=ROLLOUT_DEADLINE_S,
+                what=f"the rollout worker ({stage} of iteration {i})",
+            )
+            try:
+                # Engines that cannot be brought back end a call that would wait for them.
+                report: StageReport = await first_of(calling, self._watching)
+                break
+            except ActorDied as error:
+                if not left:
+                    raise
+                log.error("%s; it is started again and the stage begins anew", error)
+                await self._actors.restart_worker()
         return Work(
             attempt=attempt,
             files=report.files,
@@ -161,11 +214,13 @@ class Fleet:
         """From one named state to the next; saves it if asked."""
         attempt, i = new_attempt(), inputs.files.iteration
         self.trainer_state = None
-        report = await self._trainer.train(inputs.before, inputs.after, inputs.files)
+        report = await self._actors.trainer.train(inputs.before, inputs.after, inputs.files)
         self.trainer_state = inputs.after
         state: dict[str, Any] | None = None
         if save:
-            saved = await self._trainer.save_state(state_prefix(self._config.run.id, i, attempt))
+            saved = await self._actors.trainer.save_state(
+                state_prefix(self._config.run.id, i, attempt)
+            )
             state = {
                 "key_prefix": saved.key_prefix,
                 "files": [file.model_dump(mode="json") for file in saved.files],
@@ -191,21 +246,34 @@ class Fleet:
         saved = SavedState(
             state["key_prefix"], files, state["model_sha256"], state["optimizer_sha256"]
         )
-        await self._trainer.restore(saved, state_id)
+        await self._actors.trainer.restore(saved, state_id)
         self.trainer_state = state_id
 
     async def load_start(self) -> None:
         """Have the trainer load the starting model again."""
         self.trainer_state = None
-        await self._trainer.load(self.start_state)
+        await self._actors.trainer.load(self.start_state)
         self.trainer_state = self.start_state
 
     async def sync(self, version: int) -> Work:
         """Push the trainer's weights to every engine as policy `version`."""
-        self.engine_version = None
+        async with self._actors.engines.lock:
+            self.engine_version = None
+            report = await self._actors.trainer.sync(self._sync_spec(version, self._actors.urls))
+            self.engine_version = version
+        metrics = {f"sync/{name}": value for name, value in report.metrics.items()}
+        return Work(attempt=new_attempt(), metrics=metrics, policy_version=version)
+
+    async def refill(self, urls: Sequence[str]) -> None:
+        """Push the trainer's weights to some engines as the version that the others hold."""
+        async with self._actors.engines.lock:
+            if self.engine_version is not None:
+                await self._actors.trainer.sync(self._sync_spec(self.engine_version, urls))
+
+    def _sync_spec(self, version: int, urls: Sequence[str]) -> SyncSpec:
         weights, plan = self._config.weights, self._plan
-        spec = SyncSpec(
-            urls=tuple(self._urls),
+        return SyncSpec(
+            urls=tuple(urls),
             version=str(version),
             transport=weights.transport,
             dtype=plan.engine_dtype,
@@ -216,17 +284,13 @@ class Fleet:
             vocab_size=self._limits.vocab_size,
             context_length=self._limits.context_length,
         )
-        report = await self._trainer.sync(spec)
-        self.engine_version = version
-        metrics = {f"sync/{name}": value for name, value in report.metrics.items()}
-        return Work(attempt=new_attempt(), metrics=metrics, policy_version=version)
 
     async def export(self, i: int) -> Work:
         """The model as a Hugging Face folder in the store."""
         attempt = new_attempt()
         prefix = f"{stage_prefix(self._config.run.id, i, 'checkpoint')}/hf-{attempt}"
         dtype = self._config.train.precision
-        files = await self._trainer.export_hf(prefix, dtype)
+        files = await self._actors.trainer.export_hf(prefix, dtype)
         folder = {"key_prefix": prefix, "files": [file.model_dump(mode="json") for file in files]}
         return Work(attempt=attempt, extra={"checkpoint": folder})
 
@@ -236,13 +300,28 @@ class Fleet:
 
 
 class Actors:
-    """The actors themselves: how they come up and how they end."""
+    """The actors themselves: how they come up, come back, and end."""
 
-    def __init__(self) -> None:
-        self.urls: list[str] = []
+    def __init__(self, plan: FleetPlan) -> None:
         self.worker: Any = None
-        self._engines: list[Any] = []
+        self.trainer_restarts = 0
+        """Since the last iteration was committed."""
+        self._plan = plan
+        self._trainers = 0
+        self._engines: Engines | None = None
         self._group: TrainerGroup | None = None
+
+    @property
+    def engines(self) -> Engines:
+        """The engines."""
+        if self._engines is None:
+            raise ClusterError("the engines have not been started")
+        return self._engines
+
+    @property
+    def urls(self) -> list[str]:
+        """Addresses of the engines."""
+        return self.engines.urls
 
     @property
     def trainer(self) -> TrainerGroup:
@@ -251,54 +330,59 @@ class Actors:
             raise ClusterError("the trainer has not been started")
         return self._group
 
-    async def start(self, plan: FleetPlan) -> str:
+    async def start(self) -> str:
         """Bring up all actors.
 
         Returns:
             The id of the state that the trainer holds.
         """
-        config = plan.config
+        plan, config = self._plan, self._plan.config
         check_gpus(plan)
         gpus = engine_gpus(config) if config.rollout.engine == "sglang" else 0.0
-        maker, spec = actor_class(EngineActor, gpus), engine_spec(plan)
-        self._engines = [maker.remote(spec, rank) for rank in range(config.num_engines)]
-        self._group = await start_trainer(plan)
+        self._engines = Engines(engine_spec(plan), config.num_engines, gpus)
+        self._group = await self._new_trainer()
         # The trainer's first rank builds the model, since it has torch loaded already.
         await self._group.prepare_model(config.run.id, config.model)
         state = plan.start_state()
         self.worker = actor_class(RolloutActor).remote(rollout_plan(plan))
-        patience = config.rollout.start_timeout_s + 30
-        started = [
-            call(
-                engine.start.remote(str(START_VERSION)), deadline_s=patience, what=f"engine {rank}"
-            )
-            for rank, engine in enumerate(self._engines)
-        ]
-        await gather(
-            self._note_urls(started),
-            self._group.load(state),
-            call(
-                self.worker.ping.remote(), deadline_s=CONTROL_DEADLINE_S, what="the rollout worker"
-            ),
-        )
-        setting = self.worker.set_engines.remote(self.urls)
-        await call(setting, deadline_s=CONTROL_DEADLINE_S, what="the rollout worker")
+        await gather(self._engines.start(), self._group.load(state), self._worker_ready())
+        await self._set_engines()
         return state
 
-    async def _note_urls(self, started: Sequence[Awaitable[str]]) -> None:
-        self.urls = await gather(*started)
+    async def restart_trainer(self) -> None:
+        """New ranks in place of those that are gone."""
+        self.trainer.kill()
+        self.trainer_restarts += 1
+        self._group = await self._new_trainer()
+
+    async def restart_worker(self) -> None:
+        """A new rollout worker in place of the one that is gone."""
+        self.worker = actor_class(RolloutActor).remote(rollout_plan(self._plan))
+        await self._worker_ready()
+        await self._set_engines()
 
     def end(self) -> None:
         """End all actors, and the servers of the engines."""
         import ray
 
-        stops = [engine.stop.remote() for engine in self._engines]
-        if stops:
-            ray.wait(stops, num_returns=len(stops), timeout=STOP_PATIENCE_S)
         if self._group is not None:
             self._group.kill()
-        for actor in (*self._engines, *([self.worker] if self.worker is not None else [])):
-            ray.kill(actor)
+        if self.worker is not None:
+            ray.kill(self.worker)
+        if self._engines is not None:
+            self._engines.end()
+
+    async def _new_trainer(self) -> TrainerGroup:
+        self._trainers += 1
+        return await start_trainer(self._plan, self._trainers)
+
+    async def _worker_ready(self) -> None:
+        ping = self.worker.ping.remote()
+        await call(ping, deadline_s=CONTROL_DEADLINE_S, what="the rollout worker")
+
+    async def _set_engines(self) -> None:
+        setting = self.worker.set_engines.remote(self.urls)
+        await call(setting, deadline_s=CONTROL_DEADLINE_S, what="the rollout worker")
 
 
 def check_gpus(plan: FleetPlan) -> None:
@@ -322,8 +406,8 @@ def check_gpus(plan: FleetPlan) -> None:
         )
 
 
-async def start_trainer(plan: FleetPlan) -> TrainerGroup:
-    """The trainer's ranks, with no model yet."""
+async def start_trainer(plan: FleetPlan, number: int) -> TrainerGroup:
+    """The trainer's ranks, with no model yet; `number` tells them from those started before."""
     config = plan.config
     return await TrainerGroup.start(
         TrainerSpec(
@@ -341,7 +425,7 @@ async def start_trainer(plan: FleetPlan) -> TrainerGroup:
         ),
         world_size=config.world_size,
         epoch=plan.epoch,
-        name=f"{config.run.id}/trainer/{plan.epoch}",
+        name=f"{config.run.id}/trainer/{plan.epoch}.{number}",
         namespace=NAMESPACE,
         num_gpus=trainer_gpus(config) if plan.cuda else 0.0,
         deadline_s=config.train.deadline_s,
@@ -361,6 +445,8 @@ def engine_spec(plan: FleetPlan) -> EngineSpec:
         tensor_parallel=plan.config.cluster.rollout_num_gpus_per_engine,
         random_seed=plan.config.run.seed,
         start_timeout_s=rollout.start_timeout_s,
+        check_interval_s=rollout.health_check_interval_s,
+        check_timeout_s=rollout.health_check_timeout_s,
         sglang=plan.config.sglang,
     )
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Awaitable
 from typing import Any, TypeVar
 
-from rlcore.errors import ClusterError, SluiceError
+from rlcore.errors import ActorDied, ClusterError, SluiceError
 
 T = TypeVar("T")
 NAMESPACE = "sluice"
@@ -103,7 +103,8 @@ async def call(ref: Awaitable[T], *, deadline_s: float, what: str) -> T:
 
     Raises:
         SluiceError: the one that the actor raised, without Ray's wrapping.
-        ClusterError: the actor died, or did not answer within `deadline_s` seconds.
+        ActorDied: the actor is gone.
+        ClusterError: it did not answer within `deadline_s` seconds.
     """
     import ray
 
@@ -118,7 +119,24 @@ async def call(ref: Awaitable[T], *, deadline_s: float, what: str) -> T:
             raise type(cause)(cause.message) from error
         raise
     except ray.exceptions.RayActorError as error:
-        raise ClusterError(f"{what} died: {str(error).splitlines()[0]}") from None
+        raise ActorDied(f"{what} died: {str(error).splitlines()[0]}") from None
+
+
+async def first_of(work: Awaitable[T], watch: "asyncio.Future[None] | None") -> T:
+    """The result of `work`, unless `watch` fails before it: then that error.
+
+    Either way nothing that was begun is left running unseen.
+    """
+    working = asyncio.ensure_future(work)
+    try:
+        if watch is not None:
+            await asyncio.wait((working, watch), return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                watch.result()
+        return await working
+    finally:
+        if not working.done():
+            working.cancel()
 
 
 async def gather(*calls: Awaitable[T]) -> list[T]:

@@ -143,6 +143,7 @@ class RolloutActor:
             concurrency=config.concurrency,
             retries=config.request_retries,
             timeout_s=config.request_timeout_s,
+            patience_s=config.start_timeout_s,
         )
         if old is not None:
             await old.close()

@@ -95,7 +95,15 @@ class RolloutConfig(Section):
     """How responses are generated."""
 
     OPERATIONAL = frozenset(
-        {"concurrency", "request_timeout_s", "request_retries", "start_timeout_s", "num_engines"}
+        {
+            "concurrency",
+            "request_timeout_s",
+            "request_retries",
+            "start_timeout_s",
+            "health_check_interval_s",
+            "health_check_timeout_s",
+            "num_engines",
+        }
     )
 
     engine: Literal["embedded", "sglang"] = "embedded"
@@ -134,6 +142,10 @@ class RolloutConfig(Section):
     """How often a failed request is sent again."""
     start_timeout_s: Annotated[float, Field(gt=0)] = 600.0
     """Seconds an engine may take to answer its first health check."""
+    health_check_interval_s: Annotated[float, Field(gt=0)] = 1.0
+    """Seconds between two looks at the engines; one that has died is started again."""
+    health_check_timeout_s: Annotated[float, Field(gt=0)] = 15.0
+    """Seconds without an answer after which an engine counts as hung and is started again."""
 
     @model_validator(mode="after")
     def _greedy_has_no_groups(self) -> "RolloutConfig":

@@ -94,9 +94,24 @@ class EngineProcess:
             except OSError as error:
                 raise EngineError(f"{argv[0]} could not be started: {error}.") from error
 
+    @property
+    def exit_code(self) -> int | None:
+        """How the process ended; negative: the signal. None if it runs or never did."""
+        return None if self._process is None else self._process.poll()
+
     def alive(self) -> bool:
         """Whether the process runs."""
         return self._process is not None and self._process.poll() is None
+
+    def answers(self, timeout: float = 5.0) -> bool:
+        """Whether /health answers 200 within `timeout` seconds."""
+        # No proxy, whatever the environment says: the engine is on this machine.
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        try:
+            with opener.open(f"{self.url}/health", timeout=timeout) as response:
+                return bool(response.status == 200)
+        except (urllib.error.URLError, OSError):
+            return False
 
     def wait_healthy(self, timeout: float) -> None:
         """Return once /health answers 200; EngineError, with the end of the log, if the process
@@ -110,7 +125,7 @@ class EngineProcess:
                     f"The engine at {self.url} ended with exit code {code} before it was ready. "
                     f"{self._log_tail()}"
                 )
-            if self._healthy():
+            if self.answers():
                 return
             time.sleep(POLL_SECONDS)
         raise EngineError(
@@ -132,15 +147,6 @@ class EngineProcess:
         # Also after a clean end: children of a real server may live on in the group.
         _signal_group(process.pid, signal.SIGKILL)
         process.wait()
-
-    def _healthy(self) -> bool:
-        # No proxy, whatever the environment says: the engine is on this machine.
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        try:
-            with opener.open(f"{self.url}/health", timeout=5) as response:
-                return bool(response.status == 200)
-        except (urllib.error.URLError, OSError):
-            return False
 
     def _log_tail(self) -> str:
         if self._log_path is None or not self._log_path.is_file():

@@ -207,6 +207,7 @@ async def test_an_engine_with_other_weights_is_left_alone_until_it_holds_the_rig
     assert len(calls(restarted)) == 1
     restarted.version = "7"
     await asyncio.sleep(1.05)
+    await pool.generate(requests(20))
     restarted.seen.clear()
     await pool.generate(requests(20))
     assert calls(restarted) == [10]

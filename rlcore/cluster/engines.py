@@ -1,0 +1,144 @@
+"""The engines of a run: started, watched, and brought back when one has died or hangs.
+
+Invariants:
+- An engine keeps its address for as long as the run is open, however often it is started again.
+- One that was started again holds the starting model and says so by its weight version; nobody
+  generates with it until it has the current weights (`EnginePool` looks at the version).
+- `lock` is held while engines are started again and while weights are pushed, so that neither meets
+  the other half done.
+- An engine that goes down again and again without an iteration between them ends the run.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from urllib.parse import urlsplit
+
+from rlcore.cluster.engine_actor import EngineActor, EngineSpec
+from rlcore.cluster.ray_session import actor_class, call, gather
+from rlcore.errors import ClusterError, EngineError
+
+log = logging.getLogger("sluice.engines")
+
+START_VERSION = 0
+"""Policy version of the starting model."""
+RESTARTS = 3
+"""How often an engine is started again before an iteration is committed."""
+STOP_PATIENCE_S = 10.0
+START_GRACE_S = 30.0
+"""What an engine's own limit for its start does not cover: the start of its actor."""
+
+Refill = Callable[[Sequence[str]], Awaitable[None]]
+
+
+class Engines:
+    """All engines. `start` them, run `watch` beside the work, `end` them."""
+
+    def __init__(self, spec: EngineSpec, count: int, num_gpus: float) -> None:
+        """
+        Args:
+            spec: what each is started with.
+            count: how many.
+            num_gpus: of each.
+        """
+        self.urls: list[str] = []
+        self.lock = asyncio.Lock()
+        self.restarts = 0
+        """Since the last iteration was committed, of all engines."""
+        self._spec = spec
+        self._maker = actor_class(EngineActor, num_gpus)
+        self._actors = [self._maker.remote(spec, rank) for rank in range(count)]
+        self._starts = [0] * count
+
+    async def start(self) -> None:
+        """Start all, side by side.
+
+        Raises:
+            EngineError, ClusterError: one did not come up.
+        """
+        self.urls = await gather(*(self._launch(rank, None) for rank in range(len(self._actors))))
+
+    async def watch(self, refill: Refill) -> None:
+        """Look after the engines until cancelled.
+
+        Args:
+            refill: gives the current weights to the engines of these addresses.
+
+        Raises:
+            EngineError: one goes down again and again, or does not come up.
+        """
+        while True:
+            await asyncio.sleep(self._spec.check_interval_s)
+            if back := await self.mend():
+                await refill(back)
+
+    async def mend(self) -> list[str]:
+        """Start every engine again that has died or hangs; the addresses of those.
+
+        Raises:
+            EngineError: one went down too often, or does not come up.
+        """
+        async with self.lock:
+            reasons = await gather(*(self._probe(rank) for rank in range(len(self._actors))))
+            down = {rank: reason for rank, reason in enumerate(reasons) if reason}
+            await gather(*(self._restart(rank, reason) for rank, reason in down.items()))
+            return [self.urls[rank] for rank in down]
+
+    def progressed(self) -> None:
+        """An iteration was committed: what went down before it does not count any more."""
+        self.restarts = 0
+        self._starts = [0] * len(self._actors)
+
+    def end(self) -> None:
+        """End all servers and actors."""
+        import ray
+
+        stops = [actor.stop.remote() for actor in self._actors]
+        if stops:
+            ray.wait(stops, num_returns=len(stops), timeout=STOP_PATIENCE_S)
+        for actor in self._actors:
+            ray.kill(actor)
+
+    # --- one engine -------------------------------------------------------------------------------
+
+    async def _launch(self, rank: int, port: int | None) -> str:
+        return await call(
+            self._actors[rank].start.remote(str(START_VERSION), port),
+            deadline_s=self._spec.start_timeout_s + START_GRACE_S,
+            what=f"engine {rank}",
+        )
+
+    async def _probe(self, rank: int) -> str | None:
+        """What is wrong with an engine; None if nothing is."""
+        patience = self._spec.check_timeout_s
+        try:
+            return await call(
+                self._actors[rank].probe.remote(patience),
+                deadline_s=2 * patience,
+                what=f"the actor of engine {rank}",
+            )
+        except ClusterError as error:
+            return str(error)
+
+    async def _restart(self, rank: int, reason: str) -> None:
+        import ray
+
+        url = self.urls[rank]
+        if self._starts[rank] >= RESTARTS:
+            raise EngineError(
+                f"engine {rank} ({url}) went down {RESTARTS + 1} times within one iteration, the "
+                f"last time since {reason}; its log is in {self._spec.log_dir}"
+            )
+        self._starts[rank] += 1
+        self.restarts += 1
+        log.error("engine %d (%s) is down: %s; it is started again", rank, url, reason)
+        actor = self._actors[rank]
+        try:
+            # What hangs would not end by itself.
+            await call(actor.stop.remote(0.0), deadline_s=STOP_PATIENCE_S, what=f"engine {rank}")
+        except ClusterError:
+            # The actor is gone or hangs as well. Its server goes with it.
+            ray.kill(actor)
+            self._actors[rank] = self._maker.remote(self._spec, rank)
+        await self._launch(rank, urlsplit(url).port)
+        log.warning("engine %d (%s) answers again", rank, url)
