@@ -10,12 +10,20 @@ from pathlib import Path
 
 from rlcore.config import ModelConfig, RunConfig
 from rlcore.data.dataset import check_dataset, first_rows
-from rlcore.errors import ConfigError, Fenced, NotFound, PluginError, RewardError, StoreError
+from rlcore.errors import (
+    ConfigError,
+    Corrupt,
+    Fenced,
+    NotFound,
+    PluginError,
+    RewardError,
+    StoreError,
+)
 from rlcore.opening import check_same, open_store
 from rlcore.plugins import check_signature, load_checked, load_function
 from rlcore.rollout import rewards
 from rlcore.sample import Sample, Status
-from rlcore.store.lease import held_by, is_held, read_lease
+from rlcore.store.lease import held_by, is_doubtful, is_held, read_lease
 
 
 def preflight(config: RunConfig) -> None:
@@ -54,8 +62,11 @@ def check_run(config: RunConfig) -> None:
     except StoreError as error:
         raise ConfigError(f"storage.root = {root!r} cannot be used: {error}") from None
     check_same(config, record)
-    lease = read_lease(store.objects, config.run.id)
-    if lease is not None and is_held(lease):
+    try:
+        lease = read_lease(store.objects, config.run.id)
+    except Corrupt:
+        return  # Opening the run makes it anew.
+    if lease is not None and is_held(lease) and not is_doubtful(lease):
         raise Fenced(held_by(config.run.id, lease))
 
 

@@ -98,15 +98,18 @@ def last_outcome(store: RunStore) -> dict[str, Any] | None:
 
 def status_of(objects: Objects, run_id: str, committed: int, total: int) -> tuple[str, str]:
     """The run's status and, where it failed, why."""
-    lease = read_lease(objects, run_id)
+    try:
+        lease = read_lease(objects, run_id)
+    except Corrupt:
+        lease = None  # The next driver makes it anew.
     if is_held(lease):
         return "running", ""
     if committed >= total:
         return "completed", ""
     outcome = last_outcome(RunStore(objects, run_id))
-    if lease is None:
+    if lease is None and outcome is None:
         return "new", ""
-    if outcome is None or outcome["epoch"] != lease["epoch"]:
+    if outcome is None or lease is None or outcome["epoch"] != lease["epoch"]:
         # A later driver took the run and left without a word: it was killed.
         return "interrupted", ""
     return str(outcome["status"]), str(outcome["message"])

@@ -5,27 +5,40 @@ Invariants:
 - Taking the lease raises the epoch by one, so the epoch names one holding and never comes back.
 - A holder whose epoch is no longer the stored one is fenced: `check` raises, before each commit
   and in each call of an actor, and nothing it still writes is committed.
-- A lease is free when it was released, has expired, or its holder was a process of this machine
-  that is gone, so that a killed driver can be followed at once.
+- A lease is free when it was released, when its holder was a process of this machine that is gone
+  (so that a killed driver is followed at once), or when it has expired. The expiry was written by
+  the holder's clock: one of another machine is believed once it is `CLOCK_SKEW_S` old, or once the
+  record has stayed the same for its whole term on our own clock.
+- A record that is absent or torn is made anew, above every epoch that the run's records name.
+- Reads may be stale, conditional writes are not: where the store is remote, `check` is a write, and
+  a record older than our own holding is read again.
 """
 
+import asyncio
 import hashlib
 import logging
 import os
 import socket
 import threading
 import time
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from rlcore.errors import Corrupt, Fenced, NotFound, StoreError
 from rlcore.store.manifest import SCHEMA_VERSION, canonical_json, parse_record
 from rlcore.store.objects import Objects
-from rlcore.store.paths import lease_key
+from rlcore.store.paths import bad_lease_key, lease_key
 
 log = logging.getLogger("sluice.store")
 
 RENEWALS_PER_TTL = 4
+CLOCK_SKEW_S = 600.0
+"""How far apart the clocks of two machines may be."""
+STALE_PATIENCE_S = 10.0
+"""How long a store may show what lay there before our own last write."""
+_STALE_PAUSE_S = 0.05
 
 
 class Lease:
@@ -57,6 +70,8 @@ class Lease:
     ) -> "Lease":
         """Take the run, with the next epoch.
 
+        May watch the record of a holder on another machine for the length of its term.
+
         Args:
             objects: the store.
             run_id: the run.
@@ -67,15 +82,18 @@ class Lease:
         Raises:
             Fenced: another holder is alive.
         """
-        holder = holder or this_process()
-        key = lease_key(run_id)
-        while True:
-            record, tag = _read(objects, key)
-            if record and not steal and not _is_free(record, holder):
-                raise Fenced(held_by(run_id, record))
-            epoch = record["epoch"] + 1 if record else 1
-            if objects.compare_and_swap(key, _record(epoch, holder, time.time() + ttl_s), tag):
-                return cls(objects, run_id, holder, epoch, ttl_s)
+        claim = _Claim(objects, run_id, holder or this_process(), ttl_s, steal)
+        while (lease := claim.attempt()) is None:
+            time.sleep(claim.pause_s)
+        return lease
+
+    @classmethod
+    async def acquired(cls, objects: Objects, run_id: str, ttl_s: float = 120.0) -> "Lease":
+        """`acquire` for this process, which can be cancelled while it watches."""
+        claim = _Claim(objects, run_id, this_process(), ttl_s, steal=False)
+        while (lease := await asyncio.to_thread(claim.attempt)) is None:
+            await asyncio.sleep(claim.pause_s)
+        return lease
 
     def check(self) -> None:
         """Make sure that this holding is still the run's.
@@ -85,8 +103,11 @@ class Lease:
         """
         if self._lost:
             raise Fenced(self._lost)
-        record, _ = _read(self._objects, self._key)
-        self._compare(record)
+        if self._objects.reads_may_be_stale:
+            # Only the server's own decision shows who holds the run now.
+            self.renew()
+        else:
+            self._own_record()
 
     def renew(self) -> None:
         """Put the expiry off by another `ttl_s`.
@@ -138,13 +159,33 @@ class Lease:
 
     def _swap(self, expires: float) -> None:
         with self._swap_lock:
+            until = time.monotonic() + STALE_PATIENCE_S
             while True:
-                record, tag = _read(self._objects, self._key)
-                self._compare(record)
-                if self._objects.compare_and_swap(
-                    self._key, _record(self.epoch, self.holder, expires), tag
-                ):
+                tag = self._own_record()
+                record = _record(self.epoch, self.holder, expires, self.ttl_s)
+                if self._objects.compare_and_swap(self._key, record, tag):
                     return
+                if time.monotonic() > until:
+                    raise StoreError(
+                        f"{self._objects.url(self._key)} cannot be replaced, though it reads as "
+                        "this driver's own; the store returns stale reads: check what lies "
+                        "between it and this machine, such as a cache"
+                    )
+                time.sleep(_STALE_PAUSE_S)
+
+    def _own_record(self) -> str | None:
+        """The tag of the stored record, which is this holding's.
+
+        A record from before this holding is a stale read: it is read again for a while.
+        """
+        until = time.monotonic() + (STALE_PATIENCE_S if self._objects.reads_may_be_stale else 0.0)
+        while True:
+            record, tag = _read(self._objects, self._key)
+            older = record is None or record["epoch"] < self.epoch
+            if not older or time.monotonic() >= until:
+                self._compare(record)
+                return tag
+            time.sleep(_STALE_PAUSE_S)
 
     def _compare(self, record: dict[str, Any] | None) -> None:
         if record is None:
@@ -156,6 +197,105 @@ class Lease:
                 f"run {self.run_id} is held by {record['holder']} (epoch {record['epoch']}) and no "
                 f"longer by {self.holder} (epoch {self.epoch}); this driver must end"
             )
+
+
+@dataclass
+class _Claim:
+    """One process's attempts at a run: what it has seen of the record, and since when."""
+
+    objects: Objects
+    run_id: str
+    holder: str
+    ttl_s: float
+    steal: bool
+    pause_s: float = _STALE_PAUSE_S
+    _seen: str | None = None
+    _since: float = 0.0
+
+    def attempt(self) -> Lease | None:
+        """The lease; None: try again after `pause_s`.
+
+        Raises:
+            Fenced: another holder is alive.
+        """
+        key = lease_key(self.run_id)
+        try:
+            record, tag = _read(self.objects, key)
+        except Corrupt as error:
+            record, tag = None, self._put_aside(error)
+        if record and not self.steal and not _is_free(record, self.holder):
+            self._watch(record, tag)
+            if time.monotonic() < self._since + _term(record):
+                return None
+            log.warning(
+                "run %s: the lease of %s has not changed for %.0f s; taking it over",
+                self.run_id,
+                record["holder"],
+                _term(record),
+            )
+        epoch = 1 + (record["epoch"] if record else highest_epoch(self.objects, self.run_id))
+        new = _record(epoch, self.holder, time.time() + self.ttl_s, self.ttl_s)
+        if not self.objects.compare_and_swap(key, new, tag):
+            return None
+        if record is None and epoch > 1:
+            log.warning(
+                "run %s had no readable lease; the new one has epoch %d", self.run_id, epoch
+            )
+        return Lease(self.objects, self.run_id, self.holder, epoch, self.ttl_s)
+
+    def _watch(self, record: dict[str, Any], tag: str | None) -> None:
+        """Go on watching a record that may have expired; raise if its holder is alive."""
+        if self._seen is None:
+            if not is_doubtful(record):
+                raise Fenced(held_by(self.run_id, record))
+            self._seen, self._since = tag, time.monotonic()
+            self.pause_s = min(1.0, _term(record) / 20)
+            log.warning(
+                "run %s: the lease of %s has expired by this machine's clock; watching for up to "
+                "%.0f s whether it is renewed",
+                self.run_id,
+                record["holder"],
+                _term(record),
+            )
+        elif self._seen != tag:
+            raise Fenced(held_by(self.run_id, record))
+
+    def _put_aside(self, error: Corrupt) -> str | None:
+        """Keep a copy of a torn record for whoever wonders; the tag to replace it by."""
+        key = lease_key(self.run_id)
+        try:
+            data, tag = self.objects.read_with_tag(key)
+        except NotFound:
+            return None
+        stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%S%fZ")
+        aside = bad_lease_key(self.run_id, stamp)
+        self.objects.put(aside, data)
+        log.error("%s; it is kept as %s and a new one is made", error, self.objects.url(aside))
+        return tag
+
+
+def highest_epoch(objects: Objects, run_id: str) -> int:
+    """The highest epoch that the run's records name, its lease apart; 0 if there is none.
+
+    Looks at the outcome, the last committed iteration, and the manifests of it and the next one.
+    """
+    from rlcore.store.paths import STAGES, committed_key, manifest_key, outcome_key
+    from rlcore.store.run_store import RunStore
+
+    last = RunStore(objects, run_id).last_committed()
+    keys = [outcome_key(run_id)]
+    if last is not None:
+        keys.append(committed_key(run_id, last))
+    for iteration in range(last or 0, (-1 if last is None else last) + 2):
+        keys += [manifest_key(run_id, iteration, stage) for stage in STAGES]
+    epochs = [0]
+    for key in keys:
+        try:
+            epoch = parse_record(objects.get(key), objects.url(key)).get("epoch")
+        except (NotFound, Corrupt):
+            continue
+        epochs += [epoch] if isinstance(epoch, int) else []
+    return max(epochs)
 
 
 def this_process() -> str:
@@ -177,8 +317,10 @@ def read_lease(objects: Objects, run_id: str) -> dict[str, Any] | None:
 
 
 def is_held(record: dict[str, Any] | None) -> bool:
-    """Whether a lease that was read is held by a driver that may be alive."""
-    return record is not None and not _is_free(record, holder="")
+    """Whether a lease that was read is held by a driver that seems alive."""
+    if record is None or _is_free(record, holder=""):
+        return False
+    return bool(record["expires"] > time.time())
 
 
 def held_by(run_id: str, record: dict[str, Any]) -> str:
@@ -191,13 +333,31 @@ def held_by(run_id: str, record: dict[str, Any]) -> str:
 
 
 def _is_free(record: dict[str, Any], holder: str) -> bool:
-    return bool(
-        record["holder"] == holder or record["expires"] <= time.time() or _is_dead(record["holder"])
-    )
+    """Whether nobody can hold it any more, by what this machine knows."""
+    if record["holder"] == holder or not record["expires"] or is_dead(record["holder"]):
+        return True
+    return bool(record["expires"] + (0.0 if _is_ours(record) else CLOCK_SKEW_S) <= time.time())
 
 
-def _is_dead(holder: str) -> bool:
-    """Whether the holder was a process of this very machine and has ended."""
+def is_doubtful(record: dict[str, Any]) -> bool:
+    """Whether only watching it can tell: another machine's lease that has expired, or that ends
+    later than a term from now, so that the clocks differ.
+    """
+    left = record["expires"] - time.time()
+    return not _is_ours(record) and not 0 < left <= _term(record) + 1.0
+
+
+def _is_ours(record: dict[str, Any]) -> bool:
+    """Whether this machine's clock wrote it."""
+    return bool(record["holder"].split(":")[0] == _machine())
+
+
+def _term(record: dict[str, Any]) -> float:
+    return float(record.get("ttl_s", 120.0))
+
+
+def is_dead(holder: str) -> bool:
+    """Whether a holder was a process of this very machine and has ended."""
     machine, pid, start = [*holder.split(":"), "", "", ""][:3]
     readable = _start_ticks(os.getpid()) is not None
     if not readable or machine != _machine() or not (pid.isdigit() and start.isdigit()):
@@ -226,13 +386,14 @@ def _machine() -> str:
     return f"{socket.gethostname().replace(':', '-')}-{tag}"
 
 
-def _record(epoch: int, holder: str, expires: float) -> bytes:
+def _record(epoch: int, holder: str, expires: float, ttl_s: float) -> bytes:
     return canonical_json(
         {
             "schema_version": SCHEMA_VERSION,
             "epoch": epoch,
             "holder": holder,
             "expires": round(expires, 3),
+            "ttl_s": ttl_s,
         }
     )
 
@@ -243,8 +404,9 @@ def _read(objects: Objects, key: str) -> tuple[dict[str, Any] | None, str | None
     except NotFound:
         return None, None
     record = parse_record(data, objects.url(key))
-    if missing := {"epoch", "holder", "expires"} - record.keys():
-        raise Corrupt(f"{objects.url(key)} is no lease: it lacks {sorted(missing)}")
+    kinds = {"epoch": int, "holder": str, "expires": int | float}
+    if wrong := [name for name, kind in kinds.items() if not isinstance(record.get(name), kind)]:
+        raise Corrupt(f"{objects.url(key)} is no lease: it lacks {sorted(wrong)}")
     return record, tag
 
 

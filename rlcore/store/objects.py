@@ -35,6 +35,9 @@ Option = str | int | float | bool
 class Objects(ABC):
     """One root folder of one store. Safe to use from threads, and to pickle."""
 
+    reads_may_be_stale = False
+    """Whether a read may return what lay there before a write that has ended."""
+
     def __init__(self, root: str, options: Mapping[str, Option] | None, retry_s: float) -> None:
         self.root = root
         self._options = dict(options or {})

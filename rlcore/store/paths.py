@@ -50,9 +50,29 @@ def lease_key(run_id: str) -> str:
     return f"{run_prefix(run_id)}/lease.json"
 
 
+def bad_lease_key(run_id: str, stamp: str) -> str:
+    """Where a torn lease goes; `stamp` is a time."""
+    return f"{run_prefix(run_id)}/lease.bad-{stamp}.json"
+
+
 def outcome_key(run_id: str) -> str:
     """How the run's last driver ended; for display only."""
     return f"{run_prefix(run_id)}/outcome.json"
+
+
+def forks_key(run_id: str) -> str:
+    """The runs that go on from an iteration of this one, so that it keeps what they need."""
+    return f"{run_prefix(run_id)}/forks.json"
+
+
+def base_key(run_id: str) -> str:
+    """A fork's own copy of the trainer's state that it begins with, where its parent kept none."""
+    return f"{run_prefix(run_id)}/base/_STATE.json"
+
+
+def base_prefix(run_id: str, attempt: str) -> str:
+    """Folder of that state."""
+    return f"{run_prefix(run_id)}/base/state-{_checked(attempt)}"
 
 
 def iteration_prefix(run_id: str, iteration: int) -> str:
