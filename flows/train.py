@@ -3,6 +3,7 @@
 import asyncio
 import time
 from typing import Any
+from uuid import UUID
 
 import httpx
 from prefect import flow, get_client
@@ -11,6 +12,7 @@ from prefect.exceptions import ObjectNotFound
 from prefect.runtime import flow_run
 
 from flows.iteration import iteration
+from flows.leftovers import close_leftovers
 from flows.report import Reporter
 from rlcore.config import RunConfig
 from rlcore.errors import ClusterError, Conflict
@@ -43,8 +45,11 @@ async def rl_train(config: RunConfig) -> dict[str, Any]:
         config = named(config, None, f"run-{flow_run.id}")
         preflight(config)
     if is_complete(config):
+        async with get_client() as client:
+            await close_leftovers(client, config.run.id, UUID(flow_run.id))
         return {"run_id": config.run.id, "committed": config.train.num_iterations, "metrics": {}}
     async with open_run(config) as run, get_client() as client, Reporter(run) as report:
+        await close_leftovers(client, run.id, UUID(flow_run.id))
         metrics: dict[str, float] = {}
         for i in range(run.first_uncommitted(), config.train.num_iterations):
             await wait_for_api(client)
