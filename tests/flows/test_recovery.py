@@ -1,0 +1,113 @@
+"""Processes of a run killed or stopped under it: the run itself goes on, to the same weights."""
+
+import os
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from real_runs import Sluice, short, wait_for
+
+ITERATIONS = 6
+SETS = ("--set", "rollout.health_check_timeout_s=3")
+
+
+def test_a_run_survives_the_death_of_each_of_its_actors(tmp_path: Path) -> None:
+    """One after another, in one run: engine killed, engine stopped, trainer, rollout worker."""
+    sluice, path = Sluice(tmp_path / "root", tmp_path), str(short(tmp_path, ITERATIONS))
+    sluice("train", path, "--run-id", "calm", *SETS)
+
+    process = sluice.start("train", path, "--run-id", "hurt", "--json", *SETS)
+    blows: list[tuple[int, Callable[[dict[str, Any]], bool], int]] = [
+        (0, is_engine, signal.SIGKILL),
+        (1, is_actor("TrainerActor"), signal.SIGKILL),
+        (2, is_engine, signal.SIGSTOP),
+        (3, is_actor("RolloutActor"), signal.SIGKILL),
+        (4, is_actor("EngineActor"), signal.SIGKILL),
+    ]
+    for iteration, which, blow in blows:
+        wait_for(sluice.committed("hurt", iteration).exists)
+        os.kill(the_one(process, which), blow)
+    said = process.communicate(timeout=240)
+    assert process.returncode == 0, said
+
+    assert sluice.json("verify", "hurt")["ok"]
+    calm, hurt = sluice.json("show", "calm"), sluice.json("show", "hurt")
+    assert hurt["committed"] == ITERATIONS
+    assert hurt["state_sha256"] == calm["state_sha256"]
+    assert [m["reward"] for m in hurt["metrics"]] == [m["reward"] for m in calm["metrics"]]
+    [lease] = (tmp_path / "root" / "runs" / "hurt").glob("lease.json")
+    assert '"epoch":1,' in lease.read_text(), "the run was resumed, not mended"
+    assert sum(m["cluster/engine_restarts"] for m in hurt["metrics"]) == 3
+    assert sum(m["cluster/trainer_restarts"] for m in hurt["metrics"]) == 1
+
+
+@pytest.mark.slow
+def test_one_engine_of_two_dies_and_one_rank_of_two(tmp_path: Path) -> None:
+    sluice, path = Sluice(tmp_path / "root", tmp_path), str(short(tmp_path, ITERATIONS))
+    sets = [*SETS, "--set", "rollout.num_engines=2", "--set", "cluster.actor_num_gpus_per_node=2"]
+    sluice("train", path, "--run-id", "calm", *sets)
+
+    process = sluice.start("train", path, "--run-id", "hurt", "--json", *sets)
+    for iteration, which in enumerate([is_engine, is_actor("TrainerActor"), is_engine]):
+        wait_for(sluice.committed("hurt", iteration).exists)
+        os.kill(pids(process, which)[0], signal.SIGKILL)
+    said = process.communicate(timeout=240)
+    assert process.returncode == 0, said
+
+    assert sluice.json("verify", "hurt")["ok"]
+    calm, hurt = sluice.json("show", "calm"), sluice.json("show", "hurt")
+    assert hurt["state_sha256"] == calm["state_sha256"]
+
+
+def test_an_engine_that_never_stays_up_ends_the_run_and_says_so(tmp_path: Path) -> None:
+    sluice, path = Sluice(tmp_path / "root", tmp_path), str(short(tmp_path, ITERATIONS))
+    process = sluice.start("train", path, "--run-id", "down", "--json", *SETS)
+    wait_for(sluice.committed("down", 0).exists)
+    while process.poll() is None:
+        for pid in pids(process, is_engine):
+            os.kill(pid, signal.SIGKILL)
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 1, said
+    assert "engine 0" in said
+    shown = sluice.json("show", "down")
+    assert shown["status"] == "failed"
+    assert sluice.json("verify", "down")["ok"]
+
+
+# --- processes of a run ---------------------------------------------------------------------------
+
+Which = Callable[[dict[str, Any]], bool]
+
+
+def is_engine(info: dict[str, Any]) -> bool:
+    return "rlcore.engine.embedded" in info["cmdline"]
+
+
+def is_actor(kind: str) -> Which:
+    return lambda info: any(part.startswith(f"ray::{kind}") for part in info["cmdline"])
+
+
+def pids(process: subprocess.Popen[str], which: Which) -> list[int]:
+    """Processes that descend from the command and are such ones."""
+    try:
+        tree = psutil.Process(process.pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+    found = []
+    for one in tree:
+        try:
+            info = one.as_dict(["cmdline", "status"])
+        except psutil.NoSuchProcess:
+            continue
+        if info["cmdline"] and info["status"] != psutil.STATUS_ZOMBIE and which(info):
+            found.append(one.pid)
+    return found
+
+
+def the_one(process: subprocess.Popen[str], which: Which) -> int:
+    wait_for(lambda: len(pids(process, which)) == 1)
+    return pids(process, which)[0]
