@@ -12,9 +12,11 @@ from rlcore.cluster import ray_session
 from rlcore.cluster.fleet import Fleet, FleetPlan
 from rlcore.config import RunConfig, build_config, config_digest
 from rlcore.errors import ConfigError, Conflict, StoreError
+from rlcore.fork_state import make_base_state
 from rlcore.observe.history import iterations_asked
 from rlcore.run import Run, find_open, forget, set_current
 from rlcore.scratch import make_scratch, sweep_scratch
+from rlcore.store.branch import refer_to_parent
 from rlcore.store.lease import Lease
 from rlcore.store.manifest import SCHEMA_VERSION, canonical_json
 from rlcore.store.objects import Objects
@@ -47,9 +49,11 @@ async def open_run(config: RunConfig) -> AsyncIterator[Run]:
     put_outcome(store, config, "interrupted", "", lease.epoch)
     outcome, message = "interrupted", ""
     try:
+        refer_to_parent(store, lease)
         connected = ray_session.connect(config.cluster.ray_address)
         try:
             plan = FleetPlan(config, store, lease.epoch, scratch)
+            await make_base_state(plan, lease)
             async with Fleet.start(plan) as fleet:
                 run = Run(config, store, lease, fleet)
                 set_current(run)

@@ -18,10 +18,13 @@ from typing import Any, NamedTuple, TypeVar
 
 from rlcore.cluster.fleet import Fleet, TrainInputs
 from rlcore.config import RunConfig, config_digest
+from rlcore.config.digest import STAGE_SECTIONS
 from rlcore.errors import ClusterError, ConfigError, Corrupt, EngineError, SyncError
+from rlcore.fork_state import check_repeatable
+from rlcore.store.branch import forks_of, kept_state
 from rlcore.store.lease import Lease
 from rlcore.store.manifest import Manifest, StageRef, chain_state_id
-from rlcore.store.retention import is_pruned, prune
+from rlcore.store.retention import prune
 from rlcore.store.run_store import RunStore
 from rlcore.train.trainer import BatchFiles
 from rlcore.work import Work
@@ -32,7 +35,7 @@ T = TypeVar("T")
 SECONDS = "seconds"
 TRAINER_STARTS = 3
 """How often the trainer is started for one piece of work."""
-TRAIN_SECTIONS = ("run", "model", "algorithm", "train")
+TRAIN_SECTIONS = STAGE_SECTIONS["train"]
 """What a training step depends on, beside its batch."""
 
 
@@ -113,9 +116,15 @@ class Run:
         record = self.record(i - 1) if i else None
         return StageRef.model_validate(record["stages"]["weight_sync"]) if record else None
 
-    def cursor_before(self, i: int) -> dict[str, int] | None:
-        """Where the data stands before iteration i; None at the start."""
-        return self.stage(i - 1, "rollout").cursor if i else None
+    def cursor_before(self, i: int) -> dict[str, Any] | None:
+        """Where the data stands before iteration i; None at the start.
+
+        `buffer` in it is what the rollout before began and did not use.
+        """
+        if not i:
+            return None
+        before = self.stage(i - 1, "rollout")
+        return (before.cursor or {}) | {"buffer": before.extra.get("buffer")}
 
     def state_id_before(self, i: int) -> str:
         """The id of the trainer's state before iteration i."""
@@ -157,6 +166,7 @@ class Run:
         if not base and self.fleet.trainer_state != self.fleet.start_state:
             await self.fleet.load_start()
         for k in range(base, i):
+            check_repeatable(self.store, k, self.config)
             manifests = {name: self.stage(k, name) for name in ("rollout", "reward", "filter")}
             await self.fleet.train(
                 self._train_inputs(k, manifests, self.state_id_before(k + 1)), save=False
@@ -175,8 +185,7 @@ class Run:
         return True
 
     def _saved_state(self, i: int) -> dict[str, Any] | None:
-        state = self.stage(i, "train").extra["state"]
-        return state if state and not is_pruned(self.store.objects, state["key_prefix"]) else None
+        return kept_state(self.store, i, self.stage(i, "train"))
 
     async def ensure_engines(self, version: int) -> None:
         """Have every engine hold policy `version`: the model after that many iterations."""
@@ -334,8 +343,11 @@ class Run:
     def _newest_first(
         self, i: int, stage: str, folder: str, due: Callable[[int], bool]
     ) -> Iterator[str]:
-        for k in range(i, -1, -1):
-            if due(k):
+        """The run's own folders, but for the states that forks of it begin with."""
+        forks = forks_of(self.store.objects, self.id) if stage == "train" else []
+        kept = {max((k for k in range(n + 1) if due(k)), default=-1) for _, n in forks}
+        for k in range(i, self.store.first_own - 1, -1):
+            if due(k) and k not in kept:
                 yield str(self.stage(k, stage).extra[folder]["key_prefix"])
 
     def state_due(self, i: int) -> bool:

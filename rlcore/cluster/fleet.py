@@ -58,12 +58,12 @@ class FleetPlan:
     def model_folder(self) -> Path:
         """The local folder of the starting model."""
         config = self.config
-        return model_path(self.store.objects, config.run.id, config.model, self.scratch)
+        return model_path(self.store.objects, self.store.origin, config.model, self.scratch)
 
     def start_state(self) -> str:
         """The id of the trainer's state before the first iteration."""
         config = self.config
-        source = model_digest(self.store.objects, config.run.id, config.model)
+        source = model_digest(self.store.objects, self.store.origin, config.model)
         digest = config_digest(config, "run", "model")
         return chain_state_id("start", [sha256_hex(source.encode())], digest)
 
@@ -342,7 +342,7 @@ class Actors:
         self._engines = Engines(engine_spec(plan), config.num_engines, gpus)
         self._group = await self._new_trainer()
         # The trainer's first rank builds the model, since it has torch loaded already.
-        await self._group.prepare_model(config.run.id, config.model)
+        await self._group.prepare_model(plan.store.origin, config.model)
         state = plan.start_state()
         self.worker = actor_class(RolloutActor).remote(rollout_plan(plan))
         await gather(self._engines.start(), self._group.load(state), self._worker_ready())

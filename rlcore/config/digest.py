@@ -17,6 +17,7 @@ STAGE_SECTIONS: dict[str, tuple[str, ...]] = {
     "rollout": ("run", "model", "data", "rollout", "sglang"),
     "reward": ("reward",),
     "filter": ("filter", "reward"),
+    "train": ("run", "model", "algorithm", "train"),
 }
 """The sections that a stage's result depends on, beside its inputs, where others need to know."""
 

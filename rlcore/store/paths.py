@@ -129,6 +129,11 @@ def state_prefix(run_id: str, iteration: int, attempt: str) -> str:
     return f"{stage_prefix(run_id, iteration, 'train')}/state-{_checked(attempt)}"
 
 
+def buffer_prefix(run_id: str, iteration: int, attempt: str) -> str:
+    """Folder of what a rollout began and left to the next one."""
+    return f"{stage_prefix(run_id, iteration, 'rollout')}/buffer-{_checked(attempt)}"
+
+
 def pruned_key(prefix: str) -> str:
     """Tombstone of a state folder: its files were removed on purpose."""
     return f"{prefix}/_PRUNED.json"

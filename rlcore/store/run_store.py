@@ -5,10 +5,13 @@ Invariants:
 - A manifest and an iteration's record are put if absent, after a look at the lease: of two that
   commit the same stage one wins, and the other gets the winner's reference or `Conflict`.
 - Nothing here lists folders, except `run_ids`.
+- A fork has iterations 0 to `parent.iteration` of its parent, by reference: they are read where
+  they lie, through any number of forks, and written by nobody.
 """
 
 import logging
 from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
@@ -35,19 +38,88 @@ log = logging.getLogger("sluice.store")
 _RACES = 5
 
 
+@dataclass(frozen=True)
+class Parent:
+    """Where a fork began."""
+
+    run_id: str
+    iteration: int
+    """The last one that it shares; -1: none but the starting model."""
+    digest: str
+    """SHA-256 of that iteration's commit record; of the parent's run record if there is none."""
+
+
 class RunStore:
     """The artifacts of one run."""
 
-    def __init__(self, objects: Objects, run_id: str) -> None:
+    def __init__(self, objects: Objects, run_id: str, *, children: tuple[str, ...] = ()) -> None:
+        """`children`: the forks through which this run was come to."""
         self.objects = objects
         self.run_id = run_id
         self._prefix = paths.run_prefix(run_id)
         self._last_seen = -1
+        self._children = (*children, run_id)
+        self._parent: tuple[Parent, RunStore] | None = None
+        self._known = False
 
     @property
     def url(self) -> str:
         """Address of the run's folder."""
         return self.objects.url(self._prefix)
+
+    @property
+    def parent(self) -> Parent | None:
+        """What this run is a fork of; None if of nothing, or if it is not there yet.
+
+        Raises:
+            Corrupt: its record is no record, or its forefathers are its children.
+        """
+        found = self._find_parent()
+        return found[0] if found else None
+
+    @property
+    def first_own(self) -> int:
+        """The first iteration that is this run's own and not its parent's."""
+        return self.parent.iteration + 1 if self.parent else 0
+
+    def owner(self, iteration: int) -> "RunStore":
+        """The store of the run that an iteration belongs to: this one or a forefather."""
+        found = self._find_parent()
+        return found[1].owner(iteration) if found and iteration <= found[0].iteration else self
+
+    @property
+    def lineage(self) -> "list[RunStore]":
+        """This run, its parent, and so on to the one that is no fork."""
+        found = self._find_parent()
+        return [self, *(found[1].lineage if found else [])]
+
+    @property
+    def origin(self) -> str:
+        """The last of `lineage`: whose starting model this run began with."""
+        return self.lineage[-1].run_id
+
+    def _find_parent(self) -> "tuple[Parent, RunStore] | None":
+        if not self._known:
+            key = paths.run_key(self.run_id)
+            try:
+                record = parse_record(self.objects.get(key), self.objects.url(key))
+            except NotFound:
+                return None  # It may be made any time.
+            if record.get("parent") is not None:
+                self._parent = self._read_parent(record["parent"])
+            self._known = True
+        return self._parent
+
+    def _read_parent(self, tree: Any) -> "tuple[Parent, RunStore]":
+        where = self.objects.url(paths.run_key(self.run_id))
+        try:
+            parent = Parent(tree["run_id"], int(tree["iteration"]), tree["digest"])
+            store = RunStore(self.objects, parent.run_id, children=self._children)
+        except (KeyError, TypeError, ValueError, NotFound) as error:
+            raise Corrupt(f"{where} does not say what it is a fork of: {error!r}") from None
+        if parent.run_id in self._children:
+            raise Corrupt(f"{where} names run {parent.run_id} as its parent, which is its own fork")
+        return parent, store
 
     def create_run(self, record: Mapping[str, Any]) -> bool:
         """Write `run.json`, once.
@@ -135,9 +207,15 @@ class RunStore:
 
         Raises:
             Fenced: another driver holds the run.
-            Conflict: the stage was committed from other inputs or with another config.
+            Conflict: the stage was committed from other inputs or with another config, or its
+                iteration is the parent's.
             Corrupt: what was committed first is no manifest; `lookup` quarantines it.
         """
+        if manifest.iteration < self.first_own:
+            raise Conflict(
+                f"iteration {manifest.iteration} of run {self.run_id} is that of its parent "
+                f"{self.owner(manifest.iteration).run_id}, where nothing is written"
+            )
         key = paths.manifest_key(self.run_id, manifest.iteration, manifest.stage)
         data = manifest.to_bytes()
         for _ in range(_RACES):
@@ -174,7 +252,7 @@ class RunStore:
         Raises:
             Corrupt: it is torn.
         """
-        found = self._read_manifest(iteration, stage)
+        found = self.owner(iteration)._read_manifest(iteration, stage)
         if isinstance(found, str):
             raise Corrupt(found)
         return found
@@ -220,7 +298,7 @@ class RunStore:
 
     def committed(self, iteration: int) -> dict[str, Any] | None:
         """The record of a committed iteration; None if it is not committed."""
-        key = paths.committed_key(self.run_id, iteration)
+        key = paths.committed_key(self.owner(iteration).run_id, iteration)
         try:
             data = self.objects.get(key)
         except NotFound:
@@ -228,7 +306,7 @@ class RunStore:
         return parse_record(data, self.objects.url(key))
 
     def last_committed(self) -> int | None:
-        """Number of the last committed iteration; None if there is none.
+        """Number of the last committed iteration, the parent's included; None if there is none.
 
         About 2 log2(n) probes, no listing.
         """
@@ -236,7 +314,7 @@ class RunStore:
         def there(iteration: int) -> bool:
             return self.objects.exists(paths.committed_key(self.run_id, iteration))
 
-        low, step = self._last_seen, 1
+        low, step = max(self._last_seen, self.first_own - 1), 1
         while there(low + step):
             low, step = low + step, 2 * step
         high = low + step
