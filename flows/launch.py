@@ -22,6 +22,7 @@ from rlcore.config import RunConfig
 from rlcore.errors import ClusterError, SluiceError
 from rlcore.opening import is_complete, named, open_run
 from rlcore.preflight import preflight
+from rlcore.run import Run
 
 DRAIN_S = 5
 
@@ -46,29 +47,47 @@ def run_training(config: RunConfig, *, root: str | None, as_json: bool) -> int:
     shown = Progress(config, began, quiet=as_json)
     result: dict[str, Any] = {"run_id": config.run.id, "committed": config.train.num_iterations}
     if not is_complete(config):
-        server = private_server(config)
-        try:
-            connect(config.cluster.ray_address)
-            result = asyncio.run(_train(config, shown, server))
-        except SluiceError as error:
-            shown.failed(error)
-            return FAILED
-        except BaseException as error:
-            if is_interruption(error):
-                shown.interrupted()
-                return INTERRUPTED
-            # Nobody foresaw it, so its traceback is what a report of it needs.
-            traceback.print_exc()
-            shown.failed(error)
-            return FAILED
-        finally:
-            _leave(server)
+        code, result = drive(config, shown)
+        if code != DONE:
+            return code
     if as_json:
         json.dump(result, sys.stdout, indent=2)
         print()
     else:
         shown.summary()
     return DONE
+
+
+def drive(
+    config: RunConfig, shown: Progress, only: int | None = None
+) -> tuple[int, dict[str, Any]]:
+    """Open the run and train, with a Prefect server of this process if there is no other.
+
+    Args:
+        config: checked, with a name and an absolute root.
+        shown: is told of the start, the iterations and how it ended.
+        only: run this iteration and stop; None: all that are not committed.
+
+    Returns:
+        The exit code; and what `rl-train` returned, where that is 0.
+    """
+    server = private_server(config)
+    try:
+        connect(config.cluster.ray_address)
+        return DONE, asyncio.run(_train(config, shown, server, only))
+    except SluiceError as error:
+        shown.failed(error)
+        return FAILED, {}
+    except BaseException as error:
+        if is_interruption(error):
+            shown.interrupted()
+            return INTERRUPTED, {}
+        # Nobody foresaw it, so its traceback is what a report of it needs.
+        traceback.print_exc()
+        shown.failed(error)
+        return FAILED, {}
+    finally:
+        _leave(server)
 
 
 def is_interruption(error: BaseException) -> bool:
@@ -93,7 +112,7 @@ def private_server(config: RunConfig) -> PrefectServer | None:
 
 
 async def _train(
-    config: RunConfig, shown: Progress, server: PrefectServer | None
+    config: RunConfig, shown: Progress, server: PrefectServer | None, only: int | None
 ) -> dict[str, Any]:
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
@@ -103,9 +122,11 @@ async def _train(
     ready = asyncio.ensure_future(asyncio.to_thread(_prefect_ready, server))
     watch = asyncio.ensure_future(_cancel_without(server, task))
     try:
-        async with open_run(config):
+        async with open_run(config) as run:
             rl_train = await ready
             shown.prefect(os.environ["PREFECT_API_URL"], own=server is not None)
+            if only is not None:
+                return await _one(run, only)
             _report_to(shown)
             result: dict[str, Any] = await rl_train(config)
             return result
@@ -118,6 +139,14 @@ async def _train(
         raise
     finally:
         watch.cancel()
+
+
+async def _one(run: Run, i: int) -> dict[str, Any]:
+    from flows.iteration import iteration
+
+    run.ahead = False
+    done = await iteration(run.id, i)
+    return {"run_id": run.id, "committed": i + 1, "metrics": done.metrics}
 
 
 async def _cancel_without(server: PrefectServer | None, task: "asyncio.Task[Any]") -> None:

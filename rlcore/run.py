@@ -65,6 +65,8 @@ class Run:
     fleet: Fleet
     last_task_run: uuid.UUID | None = None
     """The newest Prefect task run, for whoever must wait until the server has seen it."""
+    ahead: bool = True
+    """Whether the next rollout is begun when an iteration is committed."""
     _ahead: "tuple[int, asyncio.Future[Work]] | None" = None
     _training: asyncio.Lock = field(default_factory=asyncio.Lock)
     _timings: dict[tuple[int, str], Timing] = field(default_factory=dict)
@@ -234,7 +236,8 @@ class Run:
         Nothing else is asked of the actors in that time, the engines have proved that they hold
         policy i, and the cursor is committed: the rollout is the one that would be made later.
         """
-        if i < self.config.train.num_iterations and self.fleet.engine_version == i:
+        asked = self.ahead and i < self.config.train.num_iterations
+        if asked and self.fleet.engine_version == i:
             work = asyncio.ensure_future(self.fleet.generate(i, cursor=self.cursor_before(i)))
             self._ahead = (i, work)
 
