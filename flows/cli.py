@@ -137,6 +137,30 @@ def sql(
     run_sql(root_of(root), query, as_json=json)
 
 
+@app.command
+def up(
+    *,
+    root: Root = None,
+    database_url: Annotated[
+        str | None,
+        Parameter(help="postgresql+asyncpg://... for Prefect's server. Default: SQLite."),
+    ] = None,
+    ray: Annotated[bool, Parameter(help="Start a Ray head that all runs share.")] = True,
+) -> int:
+    """Start a local stack in the background: Prefect with its page, Ray, a worker, deployments."""
+    from flows.stack import up as start_stack
+
+    return start_stack(root_of(root), database_url=database_url, ray=ray)
+
+
+@app.command
+def down(*, root: Root = None) -> int:
+    """End the stack that `sluice up` started, and nothing else."""
+    from flows.stack import down as end_stack
+
+    return end_stack(root_of(root))
+
+
 @config_app.command(name="show")
 def config_show(config: Path, *, set: Sets = (), json: Json = False) -> None:
     """Print the configuration that a file and options come to."""

@@ -48,28 +48,9 @@ class PrefectServer:
         if self._new and empty_database().exists():
             shutil.copyfile(empty_database(), self._database)
             self._new = False
-        env = os.environ | {
-            f"PREFECT_SERVER_SERVICES_{name}_ENABLED": "false" for name in IDLE_SERVICES
-        }
-        env |= {
-            "PREFECT_HOME": str(home),
-            "PREFECT_API_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{self._database}",
-            "PREFECT_SERVER_UI_API_URL": self.api_url,
-            "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
-            "PREFECT_SERVER_SERVICES_DB_VACUUM_ENABLED": "events,flow_runs",
-            "PREFECT_SERVER_LOGGING_LEVEL": "WARNING",
-            "PREFECT__SERVER_FINAL": "1",
-        }
-        env.pop("PREFECT_API_URL", None)
-        # What `prefect server start --background` runs, without the seconds that its command takes.
-        argv = [
-            sys.executable,
-            "-m",
-            "uvicorn",
-            "--factory",
-            "prefect.server.api.server:create_app",
-        ]
-        argv += ["--host", "127.0.0.1", "--port", str(port), "--log-level", "warning"]
+        idle = {f"PREFECT_SERVER_SERVICES_{name}_ENABLED": "false" for name in IDLE_SERVICES}
+        env = server_env(home, self.api_url, f"sqlite+aiosqlite:///{self._database}") | idle
+        argv = server_argv(port)
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 argv,
@@ -121,6 +102,28 @@ class PrefectServer:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+
+
+def server_argv(port: int) -> list[str]:
+    """What `prefect server start` runs, without the seconds that its command takes."""
+    app = "prefect.server.api.server:create_app"
+    argv = [sys.executable, "-m", "uvicorn", "--factory", app]
+    return [*argv, "--host", "127.0.0.1", "--port", str(port), "--log-level", "warning"]
+
+
+def server_env(home: Path, api_url: str, database_url: str) -> dict[str, str]:
+    """The environment of a server: its folder, its database, no telemetry, old rows removed."""
+    env = os.environ | {
+        "PREFECT_HOME": str(home),
+        "PREFECT_API_DATABASE_CONNECTION_URL": database_url,
+        "PREFECT_SERVER_UI_API_URL": api_url,
+        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        "PREFECT_SERVER_SERVICES_DB_VACUUM_ENABLED": "events,flow_runs",
+        "PREFECT_SERVER_LOGGING_LEVEL": "WARNING",
+        "PREFECT__SERVER_FINAL": "1",
+    }
+    env.pop("PREFECT_API_URL", None)
+    return env
 
 
 def empty_database() -> Path:

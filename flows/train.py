@@ -10,48 +10,106 @@ from prefect import flow, get_client
 from prefect.client.orchestration import PrefectClient
 from prefect.exceptions import ObjectNotFound
 from prefect.runtime import flow_run
+from prefect.states import Cancelled, Failed, State
 
+from flows.deployed import (
+    asked_for,
+    asked_to_cancel,
+    cancelled_when_asked,
+    count_attempt,
+    forget_attempts,
+    too_many,
+)
 from flows.iteration import iteration
 from flows.leftovers import close_leftovers
 from flows.report import Reporter
 from rlcore.config import RunConfig
 from rlcore.errors import ClusterError, Conflict
-from rlcore.opening import is_complete, named, open_run
+from rlcore.opening import is_complete, open_run
 from rlcore.preflight import preflight
 from rlcore.run import Run, find_open
 
 API_PATIENCE_S = 600.0
 DRAIN_PATIENCE_S = 2.0
+NO_OVERRIDES: dict[str, Any] = {}
 
 
 def flow_run_name() -> str:
     """`train-RUN`; a run without a name of its own is called after the flow run."""
     config = flow_run.parameters["config"]
     run = config["run"] if isinstance(config, dict) else config.run.model_dump()
-    return f"train-{run.get('id') or flow_run.id}"
+    overrides = flow_run.parameters.get("overrides") or {}
+    return f"train-{overrides.get('run.id') or run.get('id') or flow_run.id}"
 
 
 @flow(name="rl-train", flow_run_name=flow_run_name, retries=0, persist_result=False)
-async def rl_train(config: RunConfig) -> dict[str, Any]:
+async def rl_train(
+    config: RunConfig, overrides: dict[str, Any] = NO_OVERRIDES
+) -> dict[str, Any] | State[Any]:
     """Train a model by reinforcement learning.
 
     A run of the same name goes on from what is committed, whichever flow run or machine began it.
 
+    Args:
+        config: all settings. What is given here takes the place of the deployment's as a whole.
+        overrides: single settings in place of those of `config`, by their dotted names, as in
+            {"run.id": "first", "train.num_iterations": 20}.
+
     Returns:
         The run's id, the number of committed iterations and the last iteration's metrics.
     """
-    if find_open(config.run.id) is None:
-        # Started from Prefect: the command line has done this before it opened the run.
-        config = named(config, None, f"run-{flow_run.id}")
+    if find_open(config.run.id) is not None:
+        # The command line has checked the configuration and opened the run.
+        return await train(config)
+    config = asked_for(config, overrides, flow_run.id)
+    attempts = count_attempt(config, flow_run.id)
+    if (excuse := too_many(config, attempts)) is not None:
+        forget_attempts(config, flow_run.id)
+        return Failed(message=excuse)
+    try:
         preflight(config)
+        return await train(config)
+    except Exception:
+        forget_attempts(config, flow_run.id)
+        raise
+
+
+async def train(config: RunConfig) -> dict[str, Any] | State[Any]:
+    """Run all iterations that are not committed."""
+    own, task = UUID(flow_run.id), asyncio.current_task()
+    assert task is not None
     if is_complete(config):
         async with get_client() as client:
-            await close_leftovers(client, config.run.id, UUID(flow_run.id))
+            await close_leftovers(client, config.run.id, own)
         return {"run_id": config.run.id, "committed": config.train.num_iterations, "metrics": {}}
-    async with open_run(config) as run, get_client() as client, Reporter(run) as report:
-        await close_leftovers(client, run.id, UUID(flow_run.id))
-        metrics: dict[str, float] = {}
-        for i in range(run.first_uncommitted(), config.train.num_iterations):
+    ended = "interrupted"
+
+    def ending() -> str:
+        nonlocal ended
+        ended = "cancelled" if asked_to_cancel(own) else "interrupted"
+        return ended
+
+    try:
+        async with (
+            get_client() as client,
+            cancelled_when_asked(client, own),
+            open_run(config, ending) as run,
+        ):
+            return await walk(run, client, own)
+    except BaseException:
+        if ended != "cancelled":
+            raise
+        task.uncancel()
+        return Cancelled(message=f"What run {config.run.id} has committed is kept.")
+
+
+async def walk(run: Run, client: PrefectClient, own: UUID) -> dict[str, Any]:
+    """The iterations of an open run, one after another."""
+    await close_leftovers(client, run.id, own)
+    metrics: dict[str, float] = {}
+    last = run.config.train.num_iterations
+    async with Reporter(run) as report:
+        for i in range(run.first_uncommitted(), last):
             await wait_for_api(client)
             done = await iteration(run.id, i)
             if done.iteration != i:
@@ -61,7 +119,7 @@ async def rl_train(config: RunConfig) -> dict[str, Any]:
             metrics = done.metrics
             await report.iteration(done)
             await drain(client, run)
-        return {"run_id": run.id, "committed": config.train.num_iterations, "metrics": metrics}
+    return {"run_id": run.id, "committed": last, "metrics": metrics}
 
 
 async def wait_for_api(client: PrefectClient) -> None:

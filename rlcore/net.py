@@ -3,8 +3,19 @@
 import socket
 
 
-def free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port that nothing listens on at this moment."""
+def free_port(host: str = "127.0.0.1", port: int = 0) -> int:
+    """A TCP port that nothing listens on at this moment.
+
+    Args:
+        host: the address to listen on.
+        port: the port wanted; 0: any.
+
+    Raises:
+        OSError: the port wanted is taken.
+    """
     with socket.socket() as probe:
-        probe.bind((host, 0))
+        if port:
+            # As a server would: connections of the one before that are still closing do not count.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind((host, port))
         return int(probe.getsockname()[1])

@@ -2,7 +2,7 @@
 
 import logging
 import shutil
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -27,10 +27,16 @@ log = logging.getLogger("sluice")
 
 
 @asynccontextmanager
-async def open_run(config: RunConfig) -> AsyncIterator[Run]:
+async def open_run(
+    config: RunConfig, ending: Callable[[], str] = lambda: "interrupted"
+) -> AsyncIterator[Run]:
     """Open a run for training: everything it holds is given back when the block ends.
 
     A run that is open in this process already is used as it is and stays open.
+
+    Args:
+        config: of the run.
+        ending: says how a run ends that is stopped from outside.
 
     Raises:
         ConfigError: the run exists with another configuration.
@@ -69,6 +75,9 @@ async def open_run(config: RunConfig) -> AsyncIterator[Run]:
         outcome = "completed"
     except Exception as error:
         outcome, message = "failed", f"{type(error).__name__}: {error}"
+        raise
+    except BaseException:
+        outcome = ending()
         raise
     finally:
         lease.stop()

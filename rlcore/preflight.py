@@ -8,6 +8,7 @@ import json
 from importlib.util import find_spec
 from pathlib import Path
 
+from rlcore.cluster.ray_session import LOCAL, where_ray_is
 from rlcore.config import ModelConfig, RunConfig
 from rlcore.data.dataset import check_dataset, first_rows
 from rlcore.errors import (
@@ -82,7 +83,7 @@ def check_writable(config: RunConfig) -> None:
 
 def check_engine(config: RunConfig) -> None:
     """The engine is installed, where it runs beside this process."""
-    here = config.cluster.ray_address == "local"
+    here = where_ray_is(config.cluster.ray_address) == LOCAL
     if here and config.rollout.engine == "sglang" and find_spec("sglang") is None:
         raise ConfigError(
             "rollout.engine = 'sglang', but sglang is not installed here; install the extra `gpu`, "

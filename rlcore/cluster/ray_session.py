@@ -3,9 +3,12 @@ something.
 """
 
 import asyncio
+import contextlib
 import os
+import signal
 import sys
-from collections.abc import Awaitable
+import threading
+from collections.abc import Awaitable, Iterator
 from typing import Any, TypeVar
 
 from rlcore.errors import ActorDied, ClusterError, SluiceError
@@ -16,15 +19,23 @@ PRIVATE_OBJECT_STORE = 256 * 2**20
 """Bytes. Only small records pass through Ray's object store, so a private Ray needs little of
 it.
 """
+LOCAL = "local"
+"""The address that stands for a private Ray."""
 STARTS = 3
 """How often a private Ray is begun before a machine counts as too slow for it."""
+
+
+def where_ray_is(address: str) -> str:
+    """The address that a setting means: `auto` is what the environment says, else `local`."""
+    return os.environ.get("RAY_ADDRESS") or LOCAL if address == "auto" else address
 
 
 def connect(address: str) -> bool:
     """Connect this process to Ray.
 
     Args:
-        address: `local` for a private Ray that ends with this process, else host:port of a head.
+        address: `local` for a private Ray that ends with this process, host:port of a head, or
+            `auto` for $RAY_ADDRESS where it is set and else `local`.
 
     Returns:
         Whether this call made the connection, and so whether the caller has to end it.
@@ -41,12 +52,13 @@ def connect(address: str) -> bool:
 
     if ray.is_initialized():
         return False
+    address = where_ray_is(address)
     options: dict[str, Any] = {
         "namespace": NAMESPACE,
         "log_to_driver": False,
         "logging_level": "ERROR",
     }
-    if address == "local":
+    if address == LOCAL:
         options |= {
             "include_dashboard": False,
             "object_store_memory": PRIVATE_OBJECT_STORE,
@@ -54,7 +66,8 @@ def connect(address: str) -> bool:
         }
     for attempt in range(STARTS):
         try:
-            ray.init(address=address, **options)
+            with own_signals():
+                ray.init(address=address, **options)
             break
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise ClusterError(
@@ -72,6 +85,24 @@ def connect(address: str) -> bool:
                     f"{STARTS} times over ({error}); the machine is overloaded or short of memory"
                 ) from None
     return True
+
+
+@contextlib.contextmanager
+def own_signals() -> Iterator[None]:
+    """Keep this process's SIGTERM handler, which Ray would put its own in the place of: whoever
+    set one has a run to end in good order.
+    """
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if before not in (None, signal.SIG_DFL) and in_main_thread():
+            signal.signal(signal.SIGTERM, before)
+
+
+def in_main_thread() -> bool:
+    """Whether signal handlers may be set here."""
+    return threading.current_thread() is threading.main_thread()
 
 
 def disconnect() -> None:

@@ -7,7 +7,7 @@ working folder.
 
 import difflib
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -55,9 +55,21 @@ def build_config(tree: Mapping[str, Any]) -> RunConfig:
 
 def with_sets(config: RunConfig, sets: Sequence[str]) -> RunConfig:
     """A copy of `config` with options of the form `a.b=value` applied."""
+    return _with(config, (parse_set(text) for text in sets))
+
+
+def with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
+    """A copy of `config` with some settings replaced, given by their dotted names.
+
+    Raises:
+        ConfigError: as `load_config`.
+    """
+    return _with(config, ((key.split("."), value) for key, value in values.items()))
+
+
+def _with(config: RunConfig, settings: Iterable[tuple[list[str], Any]]) -> RunConfig:
     tree = config.model_dump(mode="python")
-    for text in sets:
-        key, value = parse_set(text)
+    for key, value in settings:
         put(tree, key, resolve_paths({key[-1]: value}, _section_at(key[:-1]), Path.cwd())[key[-1]])
     return build_config(tree)
 
@@ -108,7 +120,7 @@ def put(tree: Tree, key: Sequence[str], value: Any) -> None:
     for part in key[:-1]:
         node = tree.setdefault(part, {})
         if not isinstance(node, dict):
-            raise ConfigError(f"--set {'.'.join(key)}: {part} is a value, not a section")
+            raise ConfigError(f"{'.'.join(key)}: {part} is a value, not a section")
         tree = node
     tree[key[-1]] = value
 

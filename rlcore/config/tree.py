@@ -39,12 +39,14 @@ class Section(BaseModel):
 class RunSection(Section):
     """Identity of the run."""
 
-    OPERATIONAL = frozenset({"id"})
+    OPERATIONAL = frozenset({"id", "max_attempts"})
 
     id: Annotated[str, Field(pattern=r"^([a-z0-9][a-z0-9._-]{0,79})?$")] = ""
     """Name of the run: lower-case letters, digits, '.', '_', '-'. Empty: made from the date."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """Seeds shuffling, sampling and initialisation."""
+    max_attempts: PositiveInt = 3
+    """How often a deployed run may crash at one iteration before it counts as failed."""
 
 
 class ModelConfig(Section):
@@ -110,6 +112,12 @@ class RolloutConfig(Section):
     """`embedded` runs on CPU inside this package; `sglang` needs a GPU."""
     rollout_batch_size: PositiveInt = 32
     """Prompts an iteration."""
+    over_sampling_batch_size: PositiveInt | None = None
+    """Prompts begun at a time; the first rollout_batch_size to finish are used. None: no more."""
+    partial_rollout: bool = False
+    """Keep what over-sampling began and did not use, and go on with it in the next iteration."""
+    mask_offpolicy_in_partial_rollout: bool = False
+    """Do not train on tokens of older policies; kept groups that were whole are begun anew."""
     n_samples_per_prompt: PositiveInt = 8
     """Responses a prompt: the size of a group."""
     max_response_len: PositiveInt = 1024
@@ -153,6 +161,28 @@ class RolloutConfig(Section):
             raise ValueError(
                 "rollout.temperature = 0 gives the same response n_samples_per_prompt "
                 f"= {self.n_samples_per_prompt} times; use a temperature above 0"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _over_sampling_adds_up(self) -> "RolloutConfig":
+        begun = self.over_sampling_batch_size
+        if begun is not None and begun < self.rollout_batch_size:
+            raise ValueError(
+                f"rollout.over_sampling_batch_size = {begun} is less than "
+                f"rollout.rollout_batch_size = {self.rollout_batch_size}: an iteration could not "
+                "be filled; make it larger, or leave it out"
+            )
+        if self.partial_rollout and (begun or 0) <= self.rollout_batch_size:
+            raise ValueError(
+                "rollout.partial_rollout = true, but nothing is ever left over: set "
+                "rollout.over_sampling_batch_size above rollout.rollout_batch_size = "
+                f"{self.rollout_batch_size}"
+            )
+        if self.mask_offpolicy_in_partial_rollout and not self.partial_rollout:
+            raise ValueError(
+                "rollout.mask_offpolicy_in_partial_rollout = true needs rollout.partial_rollout "
+                "= true: without it no sample has tokens of an older policy"
             )
         return self
 
@@ -344,8 +374,8 @@ class StorageConfig(Section):
 class ClusterConfig(Section):
     """What the run takes of a Ray cluster."""
 
-    ray_address: str = "local"
-    """`local` starts a private Ray; else host:port of a running head."""
+    ray_address: str = "auto"
+    """host:port of a Ray head; `local`: a private Ray; `auto`: $RAY_ADDRESS, else a private one."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where trainers compute."""
     actor_num_nodes: PositiveInt = 1

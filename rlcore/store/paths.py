@@ -55,6 +55,11 @@ def bad_lease_key(run_id: str, stamp: str) -> str:
     return f"{run_prefix(run_id)}/lease.bad-{stamp}.json"
 
 
+def attempts_key(run_id: str, flow_run_id: str) -> str:
+    """How often a flow run was begun at one iteration."""
+    return f"{run_prefix(run_id)}/attempts/{flow_run_id}.json"
+
+
 def outcome_key(run_id: str) -> str:
     """How the run's last driver ended; for display only."""
     return f"{run_prefix(run_id)}/outcome.json"

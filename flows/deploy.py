@@ -1,0 +1,119 @@
+"""Put Sluice's work pools, deployments and automations on a Prefect server.
+
+    python -m flows.deploy            with PREFECT_API_URL set: automations alone, for a server that
+                                      `prefect deploy` has been pointed at already
+
+Invariants:
+- Applying twice changes nothing: each object is found by its name and updated.
+- What is applied lies in `deployments/`; nothing is defined here.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import yaml
+
+from rlcore.errors import ClusterError
+
+TIMEOUT_S = 60.0
+DEPLOY_TIMEOUT_S = 300.0
+
+
+def shipped(name: str) -> Path:
+    """A folder that comes with Sluice: beside the packages in a checkout, inside them once
+    installed.
+    """
+    here = Path(__file__).resolve().parent
+    beside = here.parent / name
+    return beside if beside.is_dir() else here / "shipped" / name
+
+
+def apply_pool(api_url: str, name: str, kind: str) -> None:
+    """Create or update a work pool with the base job template of its kind.
+
+    Raises:
+        ClusterError: the server did not take it.
+    """
+    template = json.loads((shipped("deployments") / "pools" / f"{kind}.json").read_text())
+    with httpx.Client(base_url=api_url, timeout=TIMEOUT_S) as api:
+        answer = api.get(f"/work_pools/{name}")
+        if answer.status_code == 404:
+            body = {"name": name, "type": kind, "base_job_template": template}
+            check(api.post("/work_pools/", json=body), f"work pool {name}")
+        else:
+            body = {"base_job_template": template}
+            check(api.patch(f"/work_pools/{name}", json=body), f"work pool {name}")
+
+
+def automations() -> list[dict[str, Any]]:
+    """The automations that Sluice ships."""
+    text = (shipped("deployments") / "automations.yaml").read_text()
+    found: list[dict[str, Any]] = yaml.safe_load(text)
+    return found
+
+
+def apply_automations(api_url: str) -> None:
+    """Create or update the automations.
+
+    Raises:
+        ClusterError: the server did not take one.
+    """
+    with httpx.Client(base_url=api_url, timeout=TIMEOUT_S) as api:
+        for automation in automations():
+            name = automation["name"]
+            query = {"automations": {"name": {"any_": [name]}}}
+            found = check(api.post("/automations/filter", json=query), "automations").json()
+            if found:
+                answer = api.put(f"/automations/{found[0]['id']}", json=automation)
+            else:
+                answer = api.post("/automations/", json=automation)
+            check(answer, f"automation {name}")
+
+
+def apply_deployments(
+    api_url: str, names: Sequence[str], env: Mapping[str, str], pool_home: Path
+) -> None:
+    """Deploy some of `deployments/prefect.yaml`, as `prefect deploy` does.
+
+    Args:
+        api_url: of the server.
+        names: as `flow/deployment`.
+        env: what the file's `{{ $NAME }}` stand for, beside this process's environment.
+        pool_home: Prefect's home folder for the command.
+
+    Raises:
+        ClusterError: the command failed; the error ends with what it said.
+    """
+    file = shipped("deployments") / "prefect.yaml"
+    argv = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--prefect-file", str(file)]
+    argv += [part for name in names for part in ("--name", name)]
+    done = subprocess.run(
+        argv,
+        env=os.environ | dict(env) | {"PREFECT_API_URL": api_url, "PREFECT_HOME": str(pool_home)},
+        capture_output=True,
+        text=True,
+        timeout=DEPLOY_TIMEOUT_S,
+        stdin=subprocess.DEVNULL,
+    )
+    if done.returncode:
+        said = (done.stdout + done.stderr)[-2000:]
+        raise ClusterError(f"prefect deploy of {', '.join(names)} failed: {said}")
+
+
+def check(answer: httpx.Response, what: str) -> httpx.Response:
+    """The answer, if it is a good one."""
+    if answer.is_error:
+        raise ClusterError(
+            f"Prefect's server refused {what}: {answer.status_code} {answer.text[:500]}"
+        )
+    return answer
+
+
+if __name__ == "__main__":
+    apply_automations(os.environ["PREFECT_API_URL"])

@@ -1,0 +1,137 @@
+"""What a flow run that Prefect started has and one of the command line has not: parameters of its
+own, attempts that nobody watches, rows of earlier attempts, and a Cancel button.
+"""
+
+import asyncio
+import json
+import logging
+import os
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+from uuid import UUID
+
+from prefect import get_client
+from prefect.client.orchestration import PrefectClient
+from prefect.client.schemas.objects import State
+from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
+
+from rlcore.config import RunConfig
+from rlcore.config.load import with_values
+from rlcore.errors import NotFound
+from rlcore.opening import named, open_store
+from rlcore.store.manifest import canonical_json
+from rlcore.store.paths import attempts_key
+
+log = logging.getLogger("sluice")
+
+WATCH_INTERVAL_S = 2.0
+ASK_TIMEOUT_S = 3.0
+
+
+def asked_for(config: RunConfig, overrides: Mapping[str, Any], flow_run_id: str) -> RunConfig:
+    """The configuration that a flow run's parameters come to.
+
+    A parameter given to Prefect takes the place of the deployment's whole `config`; what that
+    leaves out comes from `overrides` and, for the root, from the worker's $SLUICE_ROOT.
+
+    Args:
+        config: the parameter.
+        overrides: settings by dotted name, in place of those of `config`.
+        flow_run_id: names a run that has no name: a retry of the flow run is the same run.
+
+    Raises:
+        ConfigError: naming the setting at fault.
+    """
+    told = "storage" in config.model_fields_set and "root" in config.storage.model_fields_set
+    root = None if told and config.storage.root else os.environ.get("SLUICE_ROOT")
+    if "storage.root" in overrides:
+        root = None
+    return named(with_values(config, overrides), root, f"run-{flow_run_id}")
+
+
+# --- attempts -------------------------------------------------------------------------------------
+
+
+def count_attempt(config: RunConfig, flow_run_id: str) -> int:
+    """Count this attempt of a flow run at the iteration that is next.
+
+    Returns:
+        How often the flow run has now begun at this iteration without having said how it ended: a
+        failure that was reported, or a commit, begins the count anew.
+    """
+    store = open_store(config)
+    key = attempts_key(config.run.id, flow_run_id)
+    last = store.last_committed()
+    at = 0 if last is None else last + 1
+    try:
+        before = json.loads(store.objects.get(key))
+    except (NotFound, ValueError):
+        before = {"iteration": None, "attempts": 0}
+    count = int(before["attempts"]) + 1 if before["iteration"] == at else 1
+    store.objects.put(key, canonical_json({"iteration": at, "attempts": count}))
+    return count
+
+
+def forget_attempts(config: RunConfig, flow_run_id: str) -> None:
+    """Begin the count anew: the flow run says itself how it ended."""
+    open_store(config).objects.delete(attempts_key(config.run.id, flow_run_id))
+
+
+def too_many(config: RunConfig, attempts: int) -> str | None:
+    """What to say when a run has been begun too often at one iteration."""
+    if attempts <= config.run.max_attempts:
+        return None
+    return (
+        f"run {config.run.id} crashed {attempts - 1} times without a new commit, which is "
+        f"run.max_attempts = {config.run.max_attempts}; look into the logs of the last attempts, "
+        "mend the cause and press Retry"
+    )
+
+
+# --- cancelling -----------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def cancelled_when_asked(client: PrefectClient, flow_run_id: UUID) -> AsyncIterator[None]:
+    """Cancel the block when Prefect says that its flow run is to be cancelled.
+
+    The worker says so too, by a signal; but a run may have outlived its worker, or have none.
+    """
+    task = asyncio.current_task()
+    assert task is not None
+
+    async def watch() -> None:
+        while True:
+            await asyncio.sleep(WATCH_INTERVAL_S)
+            # An outage is no reason to stop, and the next look may get an answer.
+            with suppress(Exception):
+                flow_run = await client.read_flow_run(flow_run_id)
+                if is_cancelled(flow_run.state):
+                    task.cancel()
+                    return
+
+    watching = asyncio.ensure_future(watch())
+    try:
+        yield
+    finally:
+        watching.cancel()
+
+
+def is_cancelled(state: State[Any] | None) -> bool:
+    """Whether a flow run in this state is to stop."""
+    return state is not None and (state.is_cancelling() or state.is_cancelled())
+
+
+def asked_to_cancel(flow_run_id: UUID) -> bool:
+    """Whether the flow run is to be cancelled, asked once and without patience.
+
+    Not asynchronous, since it is called while the event loop comes to its end.
+    """
+    with (
+        suppress(Exception),
+        temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}),
+        get_client(httpx_settings={"timeout": ASK_TIMEOUT_S}, sync_client=True) as client,
+    ):
+        return is_cancelled(client.read_flow_run(flow_run_id).state)
+    return False

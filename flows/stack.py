@@ -1,0 +1,356 @@
+"""`sluice up` and `sluice down`: a local stack that runs in the background.
+
+A Prefect server with its page, scheduler and automations; a Ray head; a worker of the process pool;
+and Sluice's deployments. Invariants:
+- `stack.json` names every process by id and start time; `down` ends these and what descends from
+  them, and nothing else.
+- Everything listens on loopback alone, and Ray asks for the token in the stack's folder.
+- `up` starts what does not run, so that calling it again mends a stack that lost a process.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import secrets
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+from rich.console import Console
+
+from flows.daemon import Daemon, end, send, wait_until_it_says
+from flows.deploy import apply_automations, apply_deployments, apply_pool, shipped
+from flows.exit_codes import DONE
+from flows.server import empty_database, server_argv, server_env
+from rlcore.errors import ClusterError, ConfigError
+from rlcore.net import free_port
+
+POOL = "sluice-local"
+DEPLOYMENTS = ("rl-train/local",)
+USUAL_PORT = 4200
+START_TIMEOUT_S = 180.0
+FLOWS_PATIENCE_S = 15.0
+"""Seconds that flow runs have, when the stack ends, to free what they hold and say so."""
+PATIENCE_S = 5.0
+OBJECT_STORE_BYTES = 256 * 2**20
+"""Only small records pass through Ray's object store."""
+
+out = Console(highlight=False, soft_wrap=True)
+
+
+@dataclass
+class Stack:
+    """A stack on this machine, as its folder records it."""
+
+    folder: Path
+    root: str
+    home: str = ""
+    """Where `up` was called: relative paths in the parameters of a flow run start there."""
+    api_url: str = ""
+    database_url: str = ""
+    ray_address: str = ""
+    ray_temp: str = ""
+    processes: dict[str, Daemon] = field(default_factory=dict)
+
+    @classmethod
+    def load(cls, root: str) -> "Stack":
+        """The stack of a root; one without processes if there is none."""
+        folder = stack_folder(root)
+        try:
+            record = json.loads((folder / "stack.json").read_text())
+        except FileNotFoundError:
+            return cls(folder, root)
+        processes = {name: Daemon(**one) for name, one in record.pop("processes").items()}
+        return cls(folder=folder, processes=processes, **record)
+
+    def save(self) -> None:
+        """Write the record, in one step."""
+        record = {
+            name: getattr(self, name)
+            for name in ("root", "home", "api_url", "database_url", "ray_address", "ray_temp")
+        }
+        record["processes"] = {name: one.record() for name, one in self.processes.items()}
+        self.folder.mkdir(parents=True, exist_ok=True)
+        making = self.folder / "stack.json.new"
+        making.touch(mode=0o600)
+        making.write_text(json.dumps(record, indent=2) + "\n")
+        making.replace(self.folder / "stack.json")
+
+    def alive(self, name: str) -> bool:
+        """Whether one of its processes runs."""
+        return name in self.processes and self.processes[name].alive()
+
+    @property
+    def page(self) -> str:
+        """The address of Prefect's page."""
+        return self.api_url.removesuffix("/api")
+
+    @property
+    def token(self) -> Path:
+        """The file with Ray's token."""
+        return self.folder / "ray.token"
+
+    def env(self) -> dict[str, str]:
+        """What a process of this stack finds in its environment."""
+        env = os.environ | {
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
+            "PREFECT_API_URL": self.api_url,
+            "PREFECT_HOME": str(self.folder / "prefect"),
+            "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",
+            "PREFECT_WORKER_QUERY_SECONDS": "1",
+            "PREFECT_LOGGING_EXTRA_LOGGERS": "sluice",
+            "SLUICE_ROOT": self.root,
+            "RAY_USAGE_STATS_ENABLED": "0",
+        }
+        env.pop("PREFECT_API_KEY", None)
+        if self.ray_address:
+            env |= {
+                "RAY_ADDRESS": self.ray_address,
+                "RAY_AUTH_MODE": "token",
+                "RAY_AUTH_TOKEN_PATH": str(self.token),
+            }
+        return env
+
+
+def up(root: str, *, database_url: str | None = None, ray: bool = True) -> int:
+    """Start what does not run of the root's stack, deploy, and say where everything is.
+
+    Args:
+        root: of the runs.
+        database_url: `postgresql+asyncpg://...` of Prefect's server; None: SQLite in the folder.
+        ray: start a Ray head; without one each run has a private Ray.
+
+    Raises:
+        ClusterError: a process did not come up; those that did still run, see `down`.
+    """
+    with locked(root):
+        stack = Stack.load(root)
+        if database_url and stack.alive("server") and database_url != stack.database_url:
+            raise ConfigError("the stack runs with another database; `sluice down` first")
+        wanted = ["server", *(["ray"] if ray else []), "worker"]
+        missing = [name for name in wanted if not stack.alive(name)]
+        if not missing:
+            out.print(f"the stack of {root} runs already")
+        else:
+            stack.home = str(Path.cwd())
+            stack.database_url = database_url or stack.database_url
+            start(stack, missing)
+        say(stack)
+    return DONE
+
+
+def start(stack: Stack, names: list[str]) -> None:
+    """Start these processes of a stack, and deploy to it."""
+    server = None
+    if "server" in names:
+        server = start_server(stack)
+        out.print(f"starting Prefect's server at {stack.page}")
+    if "ray" in names:
+        head = start_ray(stack)
+        out.print(f"starting a Ray head at {stack.ray_address}")
+        wait_until_it_says(head, "Ray runtime started", START_TIMEOUT_S, "the Ray head")
+    if server is not None:
+        wait_for_server(stack)
+    out.print("deploying")
+    deploy(stack)
+    if "worker" in names:
+        start_worker(stack)
+
+
+def start_server(stack: Stack) -> Daemon:
+    """Start Prefect's server, at the port that it had before if that is free."""
+    port = pick_port(stack.api_url)
+    stack.api_url = f"http://127.0.0.1:{port}/api"
+    home = stack.folder / "prefect"
+    home.mkdir(parents=True, exist_ok=True)
+    database = home / "prefect.db"
+    url = stack.database_url or f"sqlite+aiosqlite:///{database}"
+    if not stack.database_url and not database.exists() and empty_database().exists():
+        shutil.copyfile(empty_database(), database)
+    env = server_env(home, stack.api_url, url)
+    return launch(stack, "server", server_argv(port), env)
+
+
+def wait_for_server(stack: Stack) -> None:
+    """Wait until the server answers."""
+    server = stack.processes["server"]
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline and server.alive():
+        with contextlib.suppress(httpx.HTTPError):
+            if httpx.get(f"{stack.api_url}/health", timeout=2).status_code == 200:
+                return
+        time.sleep(0.1)
+    raise ClusterError(f"Prefect's server at {stack.api_url} did not start. {server.tail()}")
+
+
+def start_ray(stack: Stack) -> Daemon:
+    """Start a Ray head with its own folder, ports and token."""
+    port = free_port()
+    stack.ray_address = f"127.0.0.1:{port}"
+    # Ray's sockets lie below, and their paths may have no more than about a hundred characters.
+    stack.ray_temp = tempfile.mkdtemp(prefix="sluice-ray-")
+    if not stack.token.exists():
+        stack.folder.mkdir(parents=True, exist_ok=True)
+        stack.token.touch(mode=0o600)
+        stack.token.write_text(secrets.token_hex(32))
+    argv = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"]
+    argv += ["--node-ip-address", "127.0.0.1", "--port", str(port), "--temp-dir", stack.ray_temp]
+    argv += ["--include-dashboard", "false", "--disable-usage-stats"]
+    argv += ["--object-store-memory", str(OBJECT_STORE_BYTES)]
+    for name in (
+        "ray-client-server-port",
+        "dashboard-agent-listen-port",
+        "dashboard-agent-grpc-port",
+        "runtime-env-agent-port",
+        "metrics-export-port",
+    ):
+        argv += [f"--{name}", str(free_port())]
+    # Ray's workers would run at nice 15: behind Prefect's server wherever cores are few.
+    env = stack.env() | {"RAY_worker_niceness": "0", "RAY_TMPDIR": stack.ray_temp}
+    env.pop("RAY_ADDRESS", None)
+    return launch(stack, "ray", argv, env)
+
+
+def start_worker(stack: Stack) -> None:
+    """Start the worker, and wait until the server knows it."""
+    argv = [sys.executable, "-m", "prefect", "worker", "start", "--pool", POOL, "--type", "process"]
+    worker = launch(stack, "worker", [*argv, "--name", POOL], stack.env())
+    query = {"workers": {"status": {"any_": ["ONLINE"]}}}
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline and worker.alive():
+        answer = httpx.post(f"{stack.api_url}/work_pools/{POOL}/workers/filter", json=query)
+        if answer.status_code == 200 and answer.json():
+            return
+        time.sleep(0.2)
+    raise ClusterError(f"the worker did not start. {worker.tail()}")
+
+
+def launch(stack: Stack, name: str, argv: list[str], env: dict[str, str]) -> Daemon:
+    """Start a process of the stack and put it on record at once."""
+    log = stack.folder / "logs" / f"{name}.log"
+    stack.processes[name] = Daemon.start(argv, env, log, cwd=Path(stack.home))
+    stack.save()
+    return stack.processes[name]
+
+
+def deploy(stack: Stack) -> None:
+    """Apply pool, deployments and automations."""
+    apply_pool(stack.api_url, POOL, "process")
+    places = {
+        "SLUICE_ROOT": stack.root,
+        "SLUICE_HOME": stack.home,
+        "SLUICE_EXAMPLES": str(shipped("examples")),
+    }
+    apply_deployments(stack.api_url, DEPLOYMENTS, places, stack.folder / "prefect")
+    apply_automations(stack.api_url)
+
+
+def say(stack: Stack) -> None:
+    """Print where everything is and what to do next."""
+    out.print(f"[bold]Prefect[/bold]   {stack.page}")
+    out.print(f"[bold]Ray[/bold]       {stack.ray_address or 'private to each run'}")
+    out.print(f"[bold]runs[/bold]      {stack.root}")
+    out.print(f"[bold]logs[/bold]      {stack.folder / 'logs'}")
+    out.print("start a run from the page (Deployments, rl-train/local, Run), or:")
+    out.print(f"  export PREFECT_API_URL={stack.api_url} SLUICE_ROOT={stack.root}")
+    out.print("  prefect deployment run rl-train/local --watch \\", markup=False)
+    out.print(
+        """    --param 'overrides={"run.id": "first", "train.num_iterations": 10}'""", markup=False
+    )
+    out.print("  sluice wait first")
+    out.print("look at it: sluice doctor; end it: sluice down")
+
+
+def down(root: str) -> int:
+    """End the root's stack: its worker with the flow runs, its Ray, its server."""
+    with locked(root):
+        stack = Stack.load(root)
+        members = {name: one.family() for name, one in stack.processes.items()}
+        if not any(members.values()):
+            out.print(f"no stack of {root} runs")
+        worker, *flows = members.get("worker") or [None]
+        if worker is not None:
+            # A stopped worker takes no new flow run; one that ends now would not see how those of
+            # its own end, and a run that says that it crashed is started again at the next `up`.
+            send([worker], signal.SIGSTOP)
+            send(flows, signal.SIGTERM)
+            psutil.wait_procs(flows, timeout=FLOWS_PATIENCE_S)
+            send([*flows, worker], signal.SIGKILL)
+        ray = [*members.get("ray", []), *of_folder(stack.ray_temp)]
+        end(ray, PATIENCE_S)
+        end(of_folder(stack.ray_temp), PATIENCE_S)
+        end(members.get("server", []), PATIENCE_S)
+        if stack.ray_temp:
+            shutil.rmtree(stack.ray_temp, ignore_errors=True)
+        stack.processes, stack.ray_address, stack.ray_temp = {}, "", ""
+        if stack.folder.is_dir():
+            stack.save()
+        out.print("ended: " + (", ".join(name for name, m in members.items() if m) or "nothing"))
+    return DONE
+
+
+def of_folder(folder: str) -> list[psutil.Process]:
+    """The processes whose command names this folder, which was made for one Ray head alone."""
+    found = []
+    for process in psutil.process_iter() if folder else ():
+        with contextlib.suppress(psutil.Error):
+            if any(folder in word for word in process.cmdline()):
+                found.append(process)
+    return found
+
+
+def stack_folder(root: str) -> Path:
+    """Where a stack keeps its record, logs and database: in a local root, else in the home."""
+    local = root.removeprefix("file://")
+    if "://" not in local:
+        return Path(local) / "stack"
+    tag = hashlib.sha256(root.encode()).hexdigest()[:12]
+    return Path.home() / ".local" / "share" / "sluice" / f"stack-{tag}"
+
+
+def pick_port(before: str) -> int:
+    """A port for the server: the one it had, the usual one, or any that is free."""
+    had = [int(before.removesuffix("/api").rpartition(":")[2])] if before else []
+    for port in (*had, USUAL_PORT):
+        with contextlib.suppress(OSError):
+            return free_port(port=port)
+    return free_port()
+
+
+@contextlib.contextmanager
+def locked(root: str) -> Iterator[None]:
+    """One `up` or `down` of a root at a time.
+
+    Raises:
+        ConfigError: another is at work.
+    """
+    folder = stack_folder(root)
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"another `sluice up` or `sluice down` of {root} is at work"
+            ) from None
+        yield
+
+
+def details(stack: Stack) -> dict[str, Any]:
+    """The stack in a few words, for `sluice doctor`."""
+    return {
+        "folder": str(stack.folder),
+        "api_url": stack.api_url,
+        "ray_address": stack.ray_address,
+        **{name: one.alive() for name, one in stack.processes.items()},
+    }
