@@ -1,0 +1,112 @@
+"""A committed rollout read back, scored and filtered: the rows of the two narrow tables.
+
+Shared by the rollout worker and by whoever scores stored samples again without a run's actors.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from rlcore.config.tree import FilterConfig
+from rlcore.rollout.evaluate import scored_status, set_score
+from rlcore.rollout.filters import GroupRule, Scored, Selection, make_rule, select
+from rlcore.rollout.rewards.protocol import Score
+from rlcore.sample import Sample
+from rlcore.store.manifest import FileRef
+from rlcore.store.objects import Objects
+
+Files = Sequence[FileRef]
+Rows = list[dict[str, Any]]
+
+
+def read_rollout(objects: Objects, files: Files) -> list[Sample]:
+    """The samples of a rollout, as they were generated.
+
+    Raises:
+        Corrupt: a part is not what was committed.
+    """
+    from rlcore.store.batch import read_parts, table_to_samples
+
+    return table_to_samples(read_parts(objects, files))
+
+
+def read_scores(objects: Objects, files: Files) -> tuple[list[Scored], list[Score]]:
+    """The scores of a rollout, as a filter needs them and as the scorer gave them.
+
+    Raises:
+        Corrupt: a part is not what was committed.
+    """
+    from rlcore.store.batch import read_parts
+
+    table = read_parts(objects, files)
+    rows = table.select(["row", "group_index", "index", "reward"]).to_pylist()
+    details, errors = table["details"].to_pylist(), table["error"].to_pylist()
+    scores = [Score(row["reward"], *rest) for row, *rest in zip(rows, details, errors, strict=True)]
+    return [Scored(**row) for row in rows], scores
+
+
+def write_rows(objects: Objects, key: str, stage: str, rows: Rows) -> FileRef:
+    """Write the part of a `reward` or `filter` stage."""
+    from rlcore.store.batch import SCORES, SELECTION, rows_to_table, write_table
+
+    return write_table(
+        objects, key, rows_to_table(SCORES if stage == "reward" else SELECTION, rows)
+    )
+
+
+def score_rows(samples: list[Sample], scores: list[Score]) -> Rows:
+    """Rows of schema SCORES."""
+    return [
+        {
+            "row": row,
+            "prompt_id": sample.prompt_id,
+            "group_index": sample.group_index,
+            "index": sample.index,
+            "reward": score.reward,
+            "status": scored_status(sample.status, score).value,
+            "details": score.details,
+            "error": score.error,
+        }
+        for row, (sample, score) in enumerate(zip(samples, scores, strict=True))
+    ]
+
+
+def scored_of(rows: Rows) -> list[Scored]:
+    """What a filter needs of rows of schema SCORES."""
+    return [Scored(r["row"], r["group_index"], r["index"], r["reward"]) for r in rows]
+
+
+def by_group(samples: list[Sample], scores: list[Score]) -> list[list[float | None]]:
+    """The rewards of each group."""
+    groups: dict[int | None, list[float | None]] = {}
+    for sample, score in zip(samples, scores, strict=True):
+        groups.setdefault(sample.group_index, []).append(score.reward)
+    return list(groups.values())
+
+
+def filter_rule(config: FilterConfig, reward_key: str | None, n_samples: int) -> GroupRule:
+    """The run's rule.
+
+    Args:
+        config: the filter section.
+        reward_key: of the reward section.
+        n_samples: responses a prompt.
+
+    Raises:
+        PluginError: a custom function cannot be loaded or called.
+    """
+    return make_rule(config, {"reward_key": reward_key, "n_samples_per_prompt": n_samples})
+
+
+def choose(
+    rule: GroupRule, scored: list[Scored], scores: list[Score], samples: list[Sample]
+) -> Selection:
+    """Apply the rule to every group. `samples` may be empty where the rule needs none."""
+
+    def samples_of(group: list[Scored]) -> list[Sample]:
+        found = [replace(samples[one.row]) for one in group]
+        for sample, one in zip(found, group, strict=True):
+            set_score(sample, scores[one.row])
+        return found
+
+    return select(scored, rule, samples_of)
