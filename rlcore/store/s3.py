@@ -5,14 +5,19 @@ Invariants:
 - Conditions are S3's own: `If-None-Match: *` and `If-Match: <etag>`, decided by the server.
 - A conditional PUT may be tried again after an answer was lost. Each carries a nonce as object
   metadata, so "already there" with our nonce means that the earlier try arrived: it is ours.
-- Transient failures (5xx, throttling, timeouts, refused or reset connections) are tried again with
-  back-off until `retry_s` has passed; everything else fails at once.
+- Transient failures (5xx, throttling, timeouts, refused, reset or cut connections) are tried again
+  with back-off until `retry_s` has passed; everything else fails at once.
+- A try ends: after `CONNECT_S` without a connection, or `READ_S` without a byte. So a request takes
+  at most `retry_s + CONNECT_S + READ_S`, whatever the server does. Large objects are many requests.
+- The layers below retry nothing, except that aiohttp sends a PUT again when a connection that was
+  kept open turns out closed: so any refusal may be of our own second try, and is looked into.
 """
 
+import io
 import logging
 import os
 import random
-import tempfile
+import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -28,11 +33,12 @@ from fsspec.asyn import sync
 
 from rlcore.errors import NotFound, StoreError
 from rlcore.store.objects import Objects, Option, check_key
+from rlcore.store.s3_transfer import BLOCK, NONCE, Reader, Upload
 
 T = TypeVar("T")
 log = logging.getLogger("sluice.store")
 
-_NONCE = "sluice-writer"
+CONNECT_S, READ_S = 5, 20
 _MISSING = frozenset({"404", "NoSuchKey", "NotFound"})
 _TRANSIENT_CODES = frozenset(
     {
@@ -65,6 +71,8 @@ _jitter = random.Random()
 class S3Objects(Objects):
     """The store under a prefix of a bucket."""
 
+    reads_may_be_stale = True
+
     def __init__(self, url: str, options: Mapping[str, Option] | None, retry_s: float) -> None:
         bucket, _, prefix = url.removeprefix("s3://").strip("/").partition("/")
         if not bucket:
@@ -78,13 +86,14 @@ class S3Objects(Objects):
             "s3",
             **arguments,
             config_kwargs={
-                "retries": {"mode": "standard", "total_max_attempts": 2},
-                "read_timeout": 20,
+                "retries": {"mode": "standard", "total_max_attempts": 1},
+                "connect_timeout": CONNECT_S,
+                "read_timeout": READ_S,
+                "max_pool_connections": 32,
             },
             use_listings_cache=False,
         )
-        # Retries happen here, where a lost answer is told from a lost race.
-        self._fs.retries = 2
+        self._fs.retries = 1
 
     @property
     def filesystem(self) -> AbstractFileSystem:
@@ -101,8 +110,7 @@ class S3Objects(Objects):
         return self._try(key, lambda: cast(tuple[bytes, str], sync(self._fs.loop, read)))
 
     def put(self, key: str, data: bytes) -> None:
-        address = self._address(key)
-        self._try(key, lambda: self._fs.call_s3("put_object", Body=data, **address))
+        self.request(key, "put_object", Body=data)
 
     def put_if_absent(self, key: str, data: bytes) -> bool:
         return self._put_on_condition(key, data, IfNoneMatch="*")
@@ -115,32 +123,61 @@ class S3Objects(Objects):
     @contextmanager
     def writer(self, key: str) -> Iterator[BinaryIO]:
         check_key(key)
-        # Spooled, so that an upload that breaks off can be tried again without asking the caller.
-        with tempfile.NamedTemporaryFile(prefix="sluice-") as spool:
-            yield cast(BinaryIO, spool)
-            spool.flush()
-            self.upload(spool.name, key)
+        upload = Upload(self, key)
+        try:
+            yield cast(BinaryIO, upload)
+            upload.finish()
+        except BaseException:
+            upload.give_up()
+            raise
 
     def open_read(self, key: str) -> BinaryIO:
-        path = self._path(key)
-        return self._try(key, lambda: cast(BinaryIO, self._fs.open(path, "rb")))
+        head = self._head(key)
+        reader = Reader(self, key, int(head["ContentLength"]), head["ETag"])
+        return cast(BinaryIO, io.BufferedReader(reader, 1 << 16))
 
     def upload(self, local_path: str | Path, key: str) -> None:
-        path = self._path(key)
-        if not Path(local_path).is_file():
+        path = Path(local_path)
+        if not path.is_file():
             raise NotFound(
                 f"{local_path} does not exist, so it cannot be stored as {self.url(key)}"
             )
-        self._try(key, lambda: self._fs.put_file(str(local_path), path))
+        upload = Upload(self, check_key(key), expected=path.stat().st_size)
+        try:
+            with path.open("rb") as source:
+                shutil.copyfileobj(source, cast(BinaryIO, upload), BLOCK)
+            upload.finish()
+        except BaseException:
+            upload.give_up()
+            raise
 
     def download(self, key: str, local_path: str | Path) -> None:
-        path = self._path(key)
         partial = f"{local_path}.{uuid.uuid4().hex}.tmp"
         try:
-            self._try(key, lambda: self._fs.get_file(path, partial))
+            with self.open_read(key) as source, open(partial, "xb") as target:
+                shutil.copyfileobj(source, target, BLOCK)
             os.replace(partial, local_path)
         finally:
             Path(partial).unlink(missing_ok=True)
+
+    def request(self, key: str, method: str, **arguments: Any) -> dict[str, Any]:
+        """One request about a key, again while it fails for reasons that pass."""
+        whole = self._address(key) | arguments
+        return self._try(key, lambda: cast(dict[str, Any], self._fs.call_s3(method, **whole) or {}))
+
+    def read_range(self, key: str, start: int, end: int, tag: str) -> bytes:
+        """The bytes [start, end) of the content that `tag` names."""
+        address = self._address(key) | {"Range": f"bytes={start}-{end - 1}", "IfMatch": tag}
+
+        async def read() -> bytes:
+            answer = await self._fs._call_s3("get_object", **address)
+            async with answer["Body"] as body:
+                data: bytes = await body.read()
+            if len(data) != end - start:
+                raise ConnectionError(f"{len(data)} bytes came of {end - start}")
+            return data
+
+        return self._try(key, lambda: cast(bytes, sync(self._fs.loop, read)))
 
     def size(self, key: str) -> int:
         return int(self._head(key)["ContentLength"])
@@ -153,8 +190,7 @@ class S3Objects(Objects):
         return True
 
     def delete(self, key: str) -> None:
-        address = self._address(key)
-        self._try(key, lambda: self._fs.call_s3("delete_object", **address))
+        self.request(key, "delete_object")
 
     def delete_tree(self, prefix: str) -> None:
         paths = [self._path(key) for key in self.list(prefix)]
@@ -179,43 +215,32 @@ class S3Objects(Objects):
         return {"Bucket": self._bucket, "Key": f"{self._prefix}/{name}" if self._prefix else name}
 
     def _head(self, key: str) -> dict[str, Any]:
-        address = self._address(key)
-        return self._try(
-            key, lambda: cast(dict[str, Any], self._fs.call_s3("head_object", **address))
-        )
+        return self.request(key, "head_object")
 
     def _put_on_condition(self, key: str, data: bytes, **condition: str) -> bool:
         nonce = uuid.uuid4().hex
         request = self._address(key) | condition
+        tries = 0
 
         def attempt() -> bool:
+            nonlocal tries
+            tries += 1
             try:
-                self._fs.call_s3("put_object", Body=data, Metadata={_NONCE: nonce}, **request)
-            except FileExistsError:
-                return False
+                self._fs.call_s3("put_object", Body=data, Metadata={NONCE: nonce}, **request)
             except Exception as error:
-                status, code = _answer(error)
-                if (
-                    status == 412
-                    or code == "PreconditionFailed"
-                    or "pre-condition" in str(error).lower()
-                ):
-                    return False
-                if (
-                    "IfMatch" in condition
-                    and (status == 404 or code in _MISSING)
-                    and code != "NoSuchBucket"
-                ):
+                if _is_refused(error, condition):
                     return False
                 raise
             return True
 
-        return self._try(key, attempt) or self._wrote(key, nonce)
-
-    def _wrote(self, key: str, nonce: str) -> bool:
-        """Whether what lies there came from the PUT that carried `nonce`."""
+        if self._try(key, attempt):
+            return True
         try:
-            return bool(self._head(key)["Metadata"].get(_NONCE) == nonce)
+            metadata = self._head(key)["Metadata"]
+            if NONCE in metadata:
+                return bool(metadata[NONCE] == nonce)
+            # A server that keeps no metadata: equal bytes are ours if an earlier try may be.
+            return tries > 1 and self.get(key) == data
         except NotFound:
             return False
 
@@ -276,6 +301,17 @@ def _answer(error: BaseException) -> tuple[int | None, str | None]:
             return status, response.get("Error", {}).get("Code")
         seen = seen.__cause__
     return None, None
+
+
+def _is_refused(error: Exception, condition: Mapping[str, str]) -> bool:
+    """Whether the server found the condition of a PUT not met."""
+    if isinstance(error, FileExistsError):
+        return True
+    status, code = _answer(error)
+    if status == 412 or code == "PreconditionFailed" or "pre-condition" in str(error).lower():
+        return True
+    gone = (status == 404 or code in _MISSING) and code != "NoSuchBucket"
+    return "IfMatch" in condition and gone
 
 
 def _is_transient(error: BaseException) -> bool:
