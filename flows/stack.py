@@ -140,11 +140,10 @@ def up(root: str, *, database_url: str | None = None, ray: bool = True) -> int:
         wanted = ["server", *(["ray"] if ray else []), "worker"]
         missing = [name for name in wanted if not stack.alive(name)]
         if not missing:
-            out.print(f"the stack of {root} runs already")
-        else:
-            stack.home = str(Path.cwd())
-            stack.database_url = database_url or stack.database_url
-            start(stack, missing)
+            out.print(f"the stack of {root} runs already; deploying again")
+        stack.home = stack.home if stack.alive("worker") else str(Path.cwd())
+        stack.database_url = database_url or stack.database_url
+        start(stack, missing)
         say(stack)
     return DONE
 
@@ -161,7 +160,6 @@ def start(stack: Stack, names: list[str]) -> None:
         wait_until_it_says(head, "Ray runtime started", START_TIMEOUT_S, "the Ray head")
     if server is not None:
         wait_for_server(stack)
-    out.print("deploying")
     deploy(stack)
     if "worker" in names:
         start_worker(stack)
