@@ -13,10 +13,11 @@ import json
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rlcore.cluster.actor_logs import Line, Lines
 from rlcore.config.tree import (
     DataConfig,
     EvalConfig,
@@ -28,8 +29,9 @@ from rlcore.config.tree import (
 )
 from rlcore.data import Dataset, load_dataset
 from rlcore.errors import ConfigError, EngineError, Fenced
-from rlcore.rollout.evaluate import EvalSet, evaluate, scored_status, set_score
-from rlcore.rollout.filters import Scored, make_rule, select
+from rlcore.rollout.buffer import read_buffer, write_buffer
+from rlcore.rollout.evaluate import EvalSet, evaluate
+from rlcore.rollout.filters import Scored
 from rlcore.rollout.generate import Generator
 from rlcore.rollout.limits import Limits
 from rlcore.rollout.loop import RolloutRequest, rollout
@@ -37,10 +39,20 @@ from rlcore.rollout.metrics import reward_metrics
 from rlcore.rollout.pool import EnginePool
 from rlcore.rollout.rewards.protocol import Score
 from rlcore.rollout.rewards.scorer import Scorer
+from rlcore.rollout.stored import (
+    by_group,
+    choose,
+    filter_rule,
+    read_rollout,
+    read_scores,
+    score_rows,
+    scored_of,
+    write_rows,
+)
 from rlcore.sample import Sample
 from rlcore.store.manifest import FileRef
 from rlcore.store.objects import Objects
-from rlcore.store.paths import part_key
+from rlcore.store.paths import buffer_prefix, part_key
 
 Files = Sequence[FileRef]
 
@@ -108,6 +120,7 @@ class RolloutActor:
     """Serves one run. All its calls are async, but a driver makes one at a time."""
 
     def __init__(self, plan: RolloutPlan) -> None:
+        self._lines = Lines()
         self._plan = plan
         self._objects = Objects.open(plan.root, plan.options)
         self._epoch = -1
@@ -118,6 +131,10 @@ class RolloutActor:
         self._loading: Future[_Loaded] = ThreadPoolExecutor(1).submit(_load, plan)
         self._batch: tuple[tuple[str, ...], list[Sample]] = ((), [])
         self._scores: tuple[tuple[str, ...], list[Scored], list[Score]] = ((), [], [])
+
+    async def lines(self) -> list[Line]:
+        """What was logged since the last call."""
+        return self._lines.take()
 
     async def ping(self) -> dict[str, int]:
         """Wait until tokenizer and data are loaded.
@@ -153,7 +170,7 @@ class RolloutActor:
         epoch: int,
         iteration: int,
         attempt: str,
-        cursor: dict[str, int] | None,
+        cursor: dict[str, Any] | None,
         policy_version: int,
     ) -> StageReport:
         """Generate the rollout that follows `cursor` and write its part.
@@ -162,15 +179,18 @@ class RolloutActor:
             epoch: of the driver's lease.
             iteration: counted from 0.
             attempt: name of this execution.
-            cursor: of the rollout before; None at the start.
+            cursor: of the rollout before; None at the start. Its `buffer`, where it has one, is
+                what that rollout left (`rlcore.rollout.buffer`).
             policy_version: that every engine must report.
         """
         self._fence(epoch)
         plan, loaded, pool = self._plan, await self._loaded(), self._engines()
-        request = RolloutRequest(
-            iteration, plan.seed, plan.data.shuffle, cursor, str(policy_version)
-        )
         began = time.perf_counter()
+        # Read even by the worker that wrote it: what follows depends on the store alone.
+        buffer = await asyncio.to_thread(read_buffer, self._objects, (cursor or {}).get("buffer"))
+        request = RolloutRequest(
+            iteration, plan.seed, plan.data.shuffle, cursor, str(policy_version), buffer
+        )
         generator = Generator(plan.rollout, loaded.tokenizer, pool)
         made = await rollout(
             request, loaded.dataset, loaded.tokenizer, plan.rollout, generator, plan.num_gpus
@@ -178,6 +198,12 @@ class RolloutActor:
         rolled = time.perf_counter()
         ref = await self._write_samples("rollout", iteration, 0, attempt, made.samples)
         self._batch = (_digests([ref]), made.samples)
+        extra = {}
+        if made.left:
+            prefix = buffer_prefix(plan.run_id, iteration, attempt)
+            extra["buffer"] = await asyncio.to_thread(
+                write_buffer, self._objects, prefix, made.left
+            )
         data = loaded.dataset
         counts = {"data/skipped_rows": data.skipped, "data/too_long_prompts": data.too_long}
         return StageReport(
@@ -191,6 +217,7 @@ class RolloutActor:
             },
             cursor=made.cursor,
             prompts=plan.rollout.rollout_batch_size,
+            extra=extra,
         )
 
     async def reward(
@@ -203,13 +230,12 @@ class RolloutActor:
         read = time.perf_counter()
         scores = await self._scorer.score(samples)
         scored = time.perf_counter()
-        rows = [_score_row(n, *pair) for n, pair in enumerate(zip(samples, scores, strict=True))]
+        rows = score_rows(samples, scores)
         ref = await self._write_rows("reward", iteration, attempt, rows)
-        scored_rows = [Scored(r["row"], r["group_index"], r["index"], r["reward"]) for r in rows]
-        self._scores = (_digests([ref]), scored_rows, scores)
+        self._scores = (_digests([ref]), scored_of(rows), scores)
         return StageReport(
             files=[ref],
-            metrics=reward_metrics(_by_group(samples, scores)),
+            metrics=reward_metrics(by_group(samples, scores)),
             timings={
                 "read": read - began,
                 "score": scored - read,
@@ -228,21 +254,11 @@ class RolloutActor:
         """Choose the groups to train on and write one narrow row a sample."""
         self._fence(epoch)
         plan = self._plan
-        settings = {
-            "reward_key": plan.reward.reward_key,
-            "n_samples_per_prompt": plan.rollout.n_samples_per_prompt,
-        }
-        rule = make_rule(plan.filter, settings)
+        n_samples = plan.rollout.n_samples_per_prompt
+        rule = filter_rule(plan.filter, plan.reward.reward_key, n_samples)
         scored, scores = await self._read_scores(reward_files)
         samples = await self._samples(rollout_files) if rule.needs_samples else []
-
-        def samples_of(group: list[Scored]) -> list[Sample]:
-            found = [replace(samples[one.row]) for one in group]
-            for sample, one in zip(found, group, strict=True):
-                set_score(sample, scores[one.row])
-            return found
-
-        chosen = await asyncio.to_thread(select, scored, rule, samples_of)
+        chosen = await asyncio.to_thread(choose, rule, scored, scores, samples)
         ref = await self._write_rows("filter", iteration, attempt, chosen.rows)
         return StageReport(files=[ref], metrics=chosen.metrics, extra={"kept": chosen.kept})
 
@@ -302,13 +318,13 @@ class RolloutActor:
         if self._batch[0] != _digests(files):
             self._batch = (
                 _digests(files),
-                await asyncio.to_thread(_read_samples, self._objects, files),
+                await asyncio.to_thread(read_rollout, self._objects, files),
             )
         return self._batch[1]
 
     async def _read_scores(self, files: Files) -> tuple[list[Scored], list[Score]]:
         if self._scores[0] != _digests(files):
-            read = await asyncio.to_thread(_read_scores, self._objects, files)
+            read = await asyncio.to_thread(read_scores, self._objects, files)
             self._scores = (_digests(files), *read)
         return self._scores[1], self._scores[2]
 
@@ -325,13 +341,8 @@ class RolloutActor:
     async def _write_rows(
         self, stage: str, iteration: int, attempt: str, rows: list[dict[str, Any]]
     ) -> FileRef:
-        from rlcore.store.batch import SCORES, SELECTION, rows_to_table, write_table
-
         key = part_key(self._plan.run_id, iteration, stage, 0, attempt)
-        schema = SCORES if stage == "reward" else SELECTION
-        return await asyncio.to_thread(
-            lambda: write_table(self._objects, key, rows_to_table(schema, rows))
-        )
+        return await asyncio.to_thread(write_rows, self._objects, key, stage, rows)
 
 
 def _load(plan: RolloutPlan) -> _Loaded:
@@ -388,41 +399,5 @@ def _is_plain_tokenizer(folder: Path) -> bool:
     return plain and "auto_map" not in config and (folder / "tokenizer.json").exists()
 
 
-def _read_samples(objects: Objects, files: Files) -> list[Sample]:
-    from rlcore.store.batch import read_parts, table_to_samples
-
-    return table_to_samples(read_parts(objects, files))
-
-
-def _read_scores(objects: Objects, files: Files) -> tuple[list[Scored], list[Score]]:
-    from rlcore.store.batch import read_parts
-
-    table = read_parts(objects, files)
-    rows = table.select(["row", "group_index", "index", "reward"]).to_pylist()
-    details, errors = table["details"].to_pylist(), table["error"].to_pylist()
-    scores = [Score(row["reward"], *rest) for row, *rest in zip(rows, details, errors, strict=True)]
-    return [Scored(**row) for row in rows], scores
-
-
 def _digests(files: Files) -> tuple[str, ...]:
     return tuple(ref.sha256 for ref in files)
-
-
-def _by_group(samples: list[Sample], scores: list[Score]) -> list[list[float | None]]:
-    groups: dict[int | None, list[float | None]] = {}
-    for sample, score in zip(samples, scores, strict=True):
-        groups.setdefault(sample.group_index, []).append(score.reward)
-    return list(groups.values())
-
-
-def _score_row(row: int, sample: Sample, score: Score) -> dict[str, Any]:
-    return {
-        "row": row,
-        "prompt_id": sample.prompt_id,
-        "group_index": sample.group_index,
-        "index": sample.index,
-        "reward": score.reward,
-        "status": scored_status(sample.status, score).value,
-        "details": score.details,
-        "error": score.error,
-    }

@@ -1,15 +1,18 @@
 """Prompts: read from files, named, and handed out in a seeded order. Imports no torch."""
 
 from rlcore.data.dataset import Dataset, DatasetInfo, Prompt, check_dataset, load_dataset
-from rlcore.data.source import Cursor, plan, span
+from rlcore.data.source import Cursor, Place, places, plan, position_at, span
 
 __all__ = [
     "Cursor",
     "Dataset",
     "DatasetInfo",
+    "Place",
     "Prompt",
     "check_dataset",
     "load_dataset",
+    "places",
     "plan",
+    "position_at",
     "span",
 ]

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+Place = tuple[int, int]
+"""Where a prompt stands in the endless sequence of epochs: (epoch, offset in it). Unlike a prompt's
+id no two are the same."""
+
 
 @dataclass(frozen=True)
 class Cursor:
@@ -94,6 +98,18 @@ def plan(
         if offset == size:
             epoch, offset = epoch + 1, 0
     return picked, Cursor(epoch, offset, size)
+
+
+def places(start: Cursor, size: int, n: int) -> list[Place]:
+    """Where the `n` prompts that `plan` takes from `start` stand, of a data set of `size` rows."""
+    first = start.epoch * size + start.offset
+    return [divmod(k, size) for k in range(first, first + n)]
+
+
+def position_at(size: int, seed: int, shuffle: bool, place: Place) -> int:
+    """Which row of the data set stands at a place; the other arguments are those of `plan`."""
+    epoch, offset = place
+    return int(permutation(size, seed, epoch)[offset]) if shuffle else offset
 
 
 @lru_cache(maxsize=2)

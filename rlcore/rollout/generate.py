@@ -2,10 +2,12 @@
 function.
 
 Invariants:
-- A sample's seed depends on the run, the iteration, the prompt and its place in the group alone. So
-  do its tokens, on an engine that is deterministic, whatever else is in the batch.
+- A sample's seed depends on the run, the iteration that began it, the prompt and its place in the
+  group alone. So do its tokens, on an engine that is deterministic, whatever else is in the batch.
 - Samples stay in their order; none is dropped. One that cannot be generated fails the whole stage.
 - Every engine call must have used the expected policy version.
+- A sample that was cut off goes on from its tokens, with what is left of its budget; what earlier
+  policies generated stays as it was. One that is finished is left alone.
 """
 
 import asyncio
@@ -26,6 +28,9 @@ from rlcore.sample import Sample, Status
 SETTING = "rollout.custom_generate_function_path"
 Params = dict[str, Any]
 CustomGenerate = Callable[..., Awaitable[Sample]]
+
+OPEN = frozenset({Status.PENDING, Status.ABORTED})
+"""Statuses of samples that are still to be generated, or to be gone on with."""
 
 STATUS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
 """Finish reason of an engine -> status of the sample."""
@@ -89,7 +94,7 @@ class Generator:
 
     Args:
         config: the rollout section.
-        tokenizer: handed to a custom function.
+        tokenizer: of the model; handed to a custom function.
         pool: the engines.
         evaluation: told to a custom function that has a parameter of this name.
 
@@ -100,8 +105,10 @@ class Generator:
     def __init__(
         self, config: RolloutConfig, tokenizer: Any, pool: EnginePool, *, evaluation: bool = False
     ) -> None:
+        self.pool = pool
         self._config = config
-        self._pool = pool
+        self._tokenizer = tokenizer
+        self._room = asyncio.Semaphore(pool.total_concurrency)
         self._path = config.custom_generate_function_path
         self._custom: CustomGenerate | None = None
         self._extra: dict[str, Any] = {}
@@ -115,46 +122,67 @@ class Generator:
         """Generate for samples whose `tokens` hold the prompt and whose `seed` is set.
 
         Args:
-            samples: pending.
+            samples: pending or cut off; finished ones are given back as they are.
             group: neighbours that share a prompt.
             version: policy version that every engine call must report; None: any.
+
+        Returns:
+            The samples in their order. While the pool ends all requests some may still be pending
+            or cut off.
 
         Raises:
             EngineError: an engine call failed on every attempt, or used another policy.
             PluginError: the custom function failed.
         """
         params = sampling_params(self._config)
-        self._pool.version = version
+        self.pool.version = version
+        for sample in samples:
+            if sample.status in OPEN and sample.response_length and self._budget(sample) < 1:
+                sample.status = Status.TRUNCATED
+        todo = {k: sample for k, sample in enumerate(samples) if sample.status in OPEN}
+        before = [list(sample.weight_versions) for sample in todo.values()]
         if self._custom is None:
-            done = await self._plain(samples, params, group)
+            made = await self._plain(list(todo.values()), params, group)
         else:
-            done = await self._customized(samples, params)
-        for sample in done:
-            _check_version(sample, version)
-        return done
+            made = await self._customized(list(todo.values()), params)
+        for sample, earlier in zip(made, before, strict=True):
+            _check_version(sample, earlier, version)
+        todo = dict(zip(todo, made, strict=True))
+        return [todo.get(k, sample) for k, sample in enumerate(samples)]
+
+    def _budget(self, sample: Sample) -> int:
+        """Tokens that a sample may still get; may be negative."""
+        left = self._config.max_response_len - sample.response_length
+        return self.pool.limits.response_budget(len(sample.tokens), left)
 
     def _own_params(self, sample: Sample, params: Params) -> Params:
-        budget = self._pool.limits.response_budget(len(sample.tokens), params["max_new_tokens"])
+        budget = self._budget(sample)
         if budget < 1:
             raise DataError(
                 f"prompt {sample.prompt_id} has {len(sample.tokens)} tokens and leaves no room for "
-                f"a response in the context of {self._pool.limits.context_length}; set "
+                f"a response in the context of {self.pool.limits.context_length}; set "
                 "data.max_prompt_len, or raise rollout.context_length"
             )
         return params | {"max_new_tokens": budget, "sampling_seed": sample.seed}
 
     async def _plain(self, samples: Sequence[Sample], params: Params, group: int) -> list[Sample]:
         requests = [GenerateRequest(s.tokens, self._own_params(s, params)) for s in samples]
-        results = await self._pool.generate(requests, group=group)
+        results = await self.pool.generate(requests, group=group)
         for sample, result in zip(samples, results, strict=True):
+            goes_on = sample.response_length > 0
             apply_result(sample, result)
+            if goes_on:
+                # A character may lie on both sides of the cut.
+                sample.response = self._tokenizer.decode(
+                    sample.response_tokens, skip_special_tokens=self._config.skip_special_tokens
+                )
         return list(samples)
 
     async def _customized(self, samples: Sequence[Sample], params: Params) -> list[Sample]:
-        room = asyncio.Semaphore(self._pool.total_concurrency)
-
         async def one(sample: Sample) -> Sample:
-            async with room:
+            async with self._room:
+                if self.pool.aborting:
+                    return sample
                 return await self._call(sample, self._own_params(sample, params))
 
         return await all_of(one(sample) for sample in samples)
@@ -176,12 +204,16 @@ class Generator:
         if not isinstance(made, Sample):
             raise PluginError(f"{what} returned a {type(made).__name__}, not a Sample")
         made.group_index, made.index, made.prompt_id, made.seed = place
-        _check_made(made, what, self._pool.limits.vocab_size)
+        _check_made(made, what, self.pool.limits.vocab_size)
         return made
 
 
 def apply_result(sample: Sample, result: GenerateResult) -> None:
     """Append an engine's answer to a sample and set its status."""
+    if result.finish_reason == "abort" and not result.tokens:
+        # It was ended before it began.
+        sample.status = Status.ABORTED
+        return
     if sample.response_length:
         sample.append_response_tokens(result.tokens, result.log_probs, text=result.text)
     else:
@@ -211,10 +243,12 @@ def _check_made(sample: Sample, what: str, vocab_size: int) -> None:
         raise PluginError(f"{where} with token ids outside the vocabulary of {vocab_size}")
 
 
-def _check_version(sample: Sample, version: str | None) -> None:
+def _check_version(sample: Sample, earlier: list[str], version: str | None) -> None:
+    """What was generated now came from the right policy; what was there before, from its own."""
     if version is None:
         return
-    for found in sample.weight_versions:
+    goes_on = sample.weight_versions[: len(earlier)] == earlier
+    for found in sample.weight_versions[len(earlier) if goes_on else 0 :]:
         if found != version:
             raise EngineError(
                 f"sample {sample.index} was generated by policy version {found!r}, but the rollout "

@@ -8,25 +8,28 @@ from collections.abc import Sequence
 from rlcore.sample import Sample, Status
 
 
-def rollout_metrics(samples: Sequence[Sample], seconds: float, num_gpus: int) -> dict[str, float]:
+def rollout_metrics(
+    samples: Sequence[Sample], seconds: float, num_gpus: int, made: Sequence[int] | None = None
+) -> dict[str, float]:
     """Lengths, truncation and speed of one rollout.
 
     Args:
-        samples: generated.
-        seconds: that generating them took.
+        samples: the batch.
+        seconds: that generating took.
         num_gpus: of all engines.
+        made: tokens generated in those seconds, for each sample that was worked on; None: the whole
+            batch, and nothing else.
     """
-    tokens = sum(s.response_length for s in samples)
+    made = [s.response_length for s in samples] if made is None else made
     prompt_tokens = sum(s.prefix_cache_info.get("total_prompt_tokens", 0) for s in samples)
     cached = sum(s.prefix_cache_info.get("cached_tokens", 0) for s in samples)
-    longest = max(s.response_length for s in samples)
     seconds = max(seconds, 1e-9)
     return {
         **length_metrics("rollout", samples),
         "rollout/prefix_cache_hit_rate": cached / prompt_tokens if prompt_tokens else 0.0,
         "perf/rollout_time": seconds,
-        "perf/tokens_per_gpu_per_sec": tokens / seconds / num_gpus,
-        "perf/longest_sample_tokens_per_sec": longest / seconds,
+        "perf/tokens_per_gpu_per_sec": sum(made) / seconds / num_gpus,
+        "perf/longest_sample_tokens_per_sec": max(made) / seconds,
     }
 
 
