@@ -12,20 +12,26 @@ Views:
 Invariants:
 - Only what is committed shows. Nothing is copied: `samples` reads the files when it is queried.
 - Files are found through manifests, never by listing folders.
+- What a fork shares with its parent shows once, under the parent.
+- A run that cannot be read is left out, with a warning that names it, and hides no other run.
 """
 
+import logging
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import duckdb
 import pyarrow as pa
+from pydantic import ValidationError
 
-from rlcore.errors import StoreError
+from rlcore.errors import Corrupt, StoreError
 from rlcore.store.manifest import Manifest, StageRef
 from rlcore.store.objects import Objects
 from rlcore.store.run_store import RunStore, run_ids
 from rlcore.store.schema import SAMPLES, SCORES, SELECTION
+
+log = logging.getLogger("sluice.sql")
 
 _READERS = 16
 _KINDS = {"rollout": SAMPLES, "reward": SCORES, "filter": SELECTION}
@@ -35,17 +41,23 @@ _Stage = tuple[Manifest, StageRef]
 
 
 def connect(objects: Objects) -> "duckdb.DuckDBPyConnection":
-    """A duckdb connection with the views over all runs of a root.
-
-    Raises:
-        StoreError: a record or manifest of a committed iteration cannot be read.
-    """
+    """A duckdb connection with the views over all runs of a root."""
     connection = duckdb.connect()
     connection.execute("SET enable_progress_bar = false")
     if objects.local_path("x") is None:
         connection.register_filesystem(objects.filesystem)
-    records = [record for run_id in run_ids(objects) for record in _records(objects, run_id)]
-    stages = _stages(objects, records)
+    records: list[dict[str, Any]] = []
+    stages: list[_Stage] = []
+    for run_id in run_ids(objects):
+        try:
+            own = _records(objects, run_id)
+            manifests = _stages(objects, own)
+            _iterations(own)
+        except StoreError as error:
+            log.warning("run %s is left out: %s", run_id, error)
+            continue
+        records += own
+        stages += manifests
     connection.register("iterations_rows", _iterations(records))
     connection.execute("CREATE VIEW iterations AS FROM iterations_rows")
     connection.register("stages_rows", _stage_rows(stages))
@@ -58,16 +70,20 @@ def connect(objects: Objects) -> "duckdb.DuckDBPyConnection":
 
 def _records(objects: Objects, run_id: str) -> list[dict[str, Any]]:
     store = RunStore(objects, run_id)
+    store.load_run()
     last = store.last_committed()
     if last is None:
         return []
     with ThreadPoolExecutor(_READERS) as pool:
-        found = pool.map(store.committed, range(last + 1))
+        found = pool.map(store.committed, range(store.first_own, last + 1))
         return [record for record in found if record is not None]
 
 
 def _stages(objects: Objects, records: list[dict[str, Any]]) -> list[_Stage]:
-    refs = [StageRef.model_validate(ref) for record in records for ref in record["stages"].values()]
+    try:
+        refs = [StageRef.model_validate(ref) for r in records for ref in r["stages"].values()]
+    except (KeyError, AttributeError, ValidationError) as error:
+        raise Corrupt(f"a commit record does not name its stages: {error!r}") from None
     with ThreadPoolExecutor(_READERS) as pool:
         manifests = pool.map(lambda ref: RunStore(objects, ref.run_id).manifest(ref), refs)
         return list(zip(manifests, refs, strict=True))
@@ -136,7 +152,8 @@ def _create_parts(
     table = pa.table({"name": names, "run_id": runs, "iteration": iterations, "start": starts})
     connection.register(f"{stage}_files", table)
     own = ", ".join(f'p."{name}"' for name in schema.names if name != "row")
-    listed = ", ".join(_quoted(url) for url in urls)
+    # A re-run names the files of the run that it shares them with: each is read once.
+    listed = ", ".join(_quoted(url) for url in dict.fromkeys(urls))
     connection.execute(
         f"CREATE VIEW {stage}_parts AS SELECT f.run_id, f.iteration, "
         f"f.start + p.file_row_number AS row, {own} "

@@ -3,9 +3,11 @@
 What a run must hold, and so what the stages put into their manifests:
 - `inputs` names stages of the same iteration by their names. `policy` is the weight sync that made
   the policy: for rollout that of the iteration before, for other stages that of the same one.
-- rollout: `cursor` = {epoch, offset, next_epoch, next_offset, size}, where its prompts begin in the
-  data plan and where the next ones do; its groups, in the order of its rows, are exactly the
-  prompts between.
+- rollout: `cursor` = {epoch, offset, next_epoch, next_offset, size}, where its new prompts begin in
+  the data plan and where the next ones do; `extra["buffer"]`, if it left groups that it did not
+  use, has them in its files and their `places` = [[epoch, offset], ...]. Its own groups, in the
+  order of its rows, are exactly the prompts of the buffer before and those between the ends of the
+  cursor, less those of its own buffer, in the order of the data plan.
 - reward and filter: one row a sample of the rollout, in its order.
 - train: `inputs` are rollout, reward and filter; `extra` = {prev_state_id, state_id, samples,
   state}. `samples` counts the samples trained on: kept, with a reward, not failed, not removed,
@@ -17,6 +19,9 @@ What a run must hold, and so what the stages put into their manifests:
 - `model/_FILES.json`, where the run built its starting model: a `FileRef` for each file of it.
 - `_COMMITTED.json` of iterations 0..n without a gap, each with the SHA-256 of its stages'
   manifests.
+- A fork's iterations up to the one it goes on from are its parent's, and its record has that one's
+  digest.
+- `config_digest` of a run's record is that of its `config`.
 """
 
 import json
@@ -28,10 +33,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from rlcore.config.digest import tree_digest
 from rlcore.errors import NotFound, StoreError
 from rlcore.sample import Status
 from rlcore.store import paths
 from rlcore.store.batch import read_parts
+from rlcore.store.branch import base_files, shared_digest
 from rlcore.store.files import find_damage
 from rlcore.store.manifest import FileRef, Manifest, StageRef, chain_state_id
 from rlcore.store.objects import Objects
@@ -39,6 +46,8 @@ from rlcore.store.run_store import RunStore, named_files
 
 _READERS = 8
 _Stages = dict[str, tuple[Manifest, StageRef]]
+_Left = dict[tuple[int, int], str]
+"""Prompts that a rollout began and did not use, by their places: (epoch, offset)."""
 
 
 @dataclass
@@ -86,11 +95,14 @@ class _Verifier:
             checks=[
                 "every manifest and every file has the bytes that were committed",
                 "every stage was made from the stages that it names",
-                "every prompt was used exactly once an epoch, in the order of the data plan",
+                "every prompt was used exactly once an epoch, in the order of the data plan; those "
+                "begun and not used are in the buffer",
                 "every kept sample was trained on exactly once",
                 "the chain of trainer states is unbroken",
                 "iterations are committed without a gap",
                 "the starting model, where the run built it, is as it was built",
+                "the configuration is the one that the run was made with",
+                "what a fork shares is what it was made from",
             ],
             counts=dict.fromkeys(
                 ("iterations", "manifests", "files", "bytes", "prompts", "samples", "trained"), 0
@@ -99,11 +111,14 @@ class _Verifier:
         )
         self._prompts = _PromptOrder(config)
         self._cursor: dict[str, Any] | None = None
+        self._left: _Left = {}
         self._state_id: str | None = None
         self._before: _Stages = {}
-        self._epoch = 0
+        self._epochs: dict[str, int] = {}
 
     def run(self) -> None:
+        for store in self.store.lineage:
+            self._record(store)
         self._model()
         last = self.store.last_committed()
         count = 0 if last is None else last + 1
@@ -119,11 +134,34 @@ class _Verifier:
             "/_MANIFEST.bad-" in key for key in self.store.objects.list(f"{prefix}/it")
         )
 
+    def _record(self, store: RunStore) -> None:
+        """The run's own record, and that what it was made from is there and unchanged."""
+        errors, parent = self.report.errors, store.parent
+        try:
+            record = store.load_run()
+            if tree_digest(record["config"]) != record["config_digest"]:
+                errors.append(
+                    f"run {store.run_id}: its config is not the one of its config_digest: "
+                    "run.json was changed"
+                )
+            if parent and shared_digest(store.lineage[1], parent.iteration) != parent.digest:
+                errors.append(
+                    f"run {store.run_id}: iteration {parent.iteration} of run {parent.run_id} is "
+                    "not the one that it was made from"
+                )
+            for file in base_files(store):
+                if damage := find_damage(store.objects, file):
+                    errors.append(f"run {store.run_id}: the state that it begins with: {damage}")
+        except StoreError as error:
+            errors.append(f"run {store.run_id}: {error}")
+        except (KeyError, TypeError, AttributeError):
+            errors.append(f"run {store.run_id}: its run.json holds no configuration")
+
     def _model(self) -> None:
         """The starting model is as it was built: no state can be made again without it."""
         objects = self.store.objects
         try:
-            listing = json.loads(objects.get(paths.model_listing_key(self.store.run_id)))
+            listing = json.loads(objects.get(paths.model_listing_key(self.store.origin)))
             files = [FileRef.model_validate(item) for item in listing]
         except NotFound:
             return  # It lies elsewhere, or was not built yet.
@@ -140,13 +178,14 @@ class _Verifier:
             self._files(i, manifest)
             self._inputs(i, manifest, stages)
             self.report.counts["manifests"] += 1
-            if manifest.epoch < self._epoch:
+            epoch = self._epochs.get(manifest.run_id, 0)
+            if manifest.epoch < epoch:
                 self._wrong(
                     i,
                     f"{ref.stage} was committed under epoch {manifest.epoch}, after a stage of "
-                    f"epoch {self._epoch}: a fenced driver wrote it",
+                    f"epoch {epoch}: a fenced driver wrote it",
                 )
-            self._epoch = max(self._epoch, manifest.epoch)
+            self._epochs[manifest.run_id] = max(epoch, manifest.epoch)
         if "rollout" in stages:
             self._rollout(i, stages["rollout"][0])
         if "train" in stages:
@@ -250,9 +289,31 @@ class _Verifier:
             self._wrong(
                 i, f"the data set has {cursor['size']} rows, before it had {self._cursor['size']}"
             )
-        for fault in self._prompts.faults(cursor, prompts):
-            self._wrong(i, fault)
-        self._cursor = cursor
+        left = self._buffer(i, manifest)
+        if left is not None:
+            for fault in self._prompts.faults(cursor, prompts, self._left, left):
+                self._wrong(i, fault)
+        self._cursor, self._left = cursor, left or {}
+
+    def _buffer(self, i: int, manifest: Manifest) -> _Left | None:
+        """The prompts that a rollout left, by their places; None if they cannot be told."""
+        record = manifest.extra.get("buffer")
+        if record is None:
+            return {}
+        try:
+            files = [FileRef.model_validate(file) for file in record["files"]]
+            table = read_parts(self.store.objects, files, ["prompt_id", "group_index"])
+            places = [(int(epoch), int(offset)) for epoch, offset in record["places"]]
+        except (StoreError, ValueError, KeyError, TypeError) as error:
+            self._wrong(i, f"the buffer that rollout left: {error}")
+            return None
+        prompts = _prompts_of(table)
+        if len(places) != len(prompts) or places != sorted(set(places)):
+            self._wrong(
+                i, f"the buffer holds {len(prompts)} prompts, but not at as many places in order"
+            )
+            return None
+        return dict(zip(places, prompts, strict=True))
 
     def _train(self, i: int, stages: _Stages) -> None:
         manifest = stages["train"][0]
@@ -323,31 +384,56 @@ class _PromptOrder:
         self._row_of: dict[str, int] = {}
         self._used: dict[int, set[str]] = {}
 
-    def faults(self, cursor: dict[str, Any], prompts: list[str]) -> Iterator[str]:
-        """What is wrong with the prompts of one rollout."""
+    def faults(
+        self, cursor: dict[str, Any], prompts: list[str], before: _Left, left: _Left
+    ) -> Iterator[str]:
+        """What is wrong with the prompts of one rollout.
+
+        Args:
+            cursor: of the rollout.
+            prompts: of its groups, in order.
+            before: what the rollout before left.
+            left: what this one leaves.
+        """
         size = cursor["size"]
         start = cursor["epoch"] * size + cursor["offset"]
         count = cursor["next_epoch"] * size + cursor["next_offset"] - start
-        if count != len(prompts):
-            yield f"the cursor moved by {count} prompts, but the rollout has {len(prompts)}"
+        begun = {*before, *(divmod(place, size) for place in range(start, start + count))}
+        for epoch, offset in sorted(left.keys() - begun):
+            yield (
+                f"the buffer holds the prompt at epoch {epoch}, offset {offset}, which was not "
+                "in the buffer before and not passed by the cursor"
+            )
+        taken = sorted(begun - left.keys())
+        if len(taken) != len(prompts):
+            moved = f"the cursor moved by {count} prompts"
+            if before or left:
+                moved += f", the buffer had {len(before)} before and has {len(left)} now"
+            yield f"{moved}, but the rollout has {len(prompts)}"
             return
-        for place, prompt in enumerate(prompts, start):
-            epoch, offset = divmod(place, size)
+        for (epoch, offset), prompt in zip(taken, prompts, strict=True):
             used = self._used.setdefault(epoch, set())
             if prompt in used:
                 yield f"prompt {prompt} was used twice in epoch {epoch}"
             used.add(prompt)
-            row = self._row(size, epoch, offset)
-            if row is None:
-                continue
-            known = self._id_of.setdefault(row, prompt), self._row_of.setdefault(prompt, row)
-            if known != (prompt, row):
-                yield (
-                    f"the data plan has row {row} at epoch {epoch}, offset {offset}, which is "
-                    f"prompt {known[0]}, but the rollout used prompt {prompt}"
-                )
-        for epoch in [e for e in self._used if e < cursor["next_epoch"] - 1]:
+            yield from self._misplaced(size, (epoch, offset), prompt, "the rollout used")
+        for place, prompt in left.items():
+            yield from self._misplaced(size, place, prompt, "the buffer holds")
+        oldest = min([cursor["next_epoch"] - 1, *(epoch for epoch, _ in left)])
+        for epoch in [e for e in self._used if e < oldest]:
             del self._used[epoch]
+
+    def _misplaced(self, size: int, place: tuple[int, int], prompt: str, who: str) -> Iterator[str]:
+        """That a prompt is not the one that the data plan has at its place."""
+        row = self._row(size, *place)
+        if row is None:
+            return
+        known = self._id_of.setdefault(row, prompt), self._row_of.setdefault(prompt, row)
+        if known != (prompt, row):
+            yield (
+                f"the data plan has row {row} at epoch {place[0]}, offset {place[1]}, which is "
+                f"prompt {known[0]}, but {who} prompt {prompt}"
+            )
 
     def _row(self, size: int, epoch: int, offset: int) -> int | None:
         if self._shuffle is None or self._seed is None:

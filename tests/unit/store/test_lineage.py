@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from rlcore.config.digest import tree_digest
 from rlcore.errors import NotFound
 from rlcore.sample import Sample, Status
 from rlcore.store import paths
@@ -39,7 +40,7 @@ class Writer:
         self.objects = objects
         self.store = RunStore(objects, "r")
         config = {"run": {"seed": 3}, "data": {"shuffle": False}}
-        self.store.create_run({"config": config, "config_digest": "c"})
+        self.store.create_run({"config": config, "config_digest": tree_digest(config)})
         self.lease = Lease.acquire(objects, "r")
         self.change = change
         self.state = "start"
