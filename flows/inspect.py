@@ -18,6 +18,7 @@ from rlcore.observe.history import iterations_asked, status_of, summarise
 from rlcore.store.manifest import Manifest, StageRef
 from rlcore.store.objects import Objects
 from rlcore.store.paths import STAGES
+from rlcore.store.retention import is_pruned
 from rlcore.store.run_store import RunStore, run_ids
 
 # What goes into a file or a pipe is not cut to a terminal's width.
@@ -70,6 +71,9 @@ def show_run(root: str, run_id: str, *, as_json: bool) -> None:
         f"[bold]{run_id}[/bold]  {summary.status}, "
         f"{summary.committed} of {summary.total} iterations committed"
     )
+    if summary.parent:
+        parent = summary.parent
+        out.print(f"a fork of {parent['run_id']} after iteration {parent['iteration']}")
     if summary.message:
         out.print(summary.message, markup=False)
     if summary.state_sha256:
@@ -248,6 +252,8 @@ def last_checkpoint(root: str, run_id: str) -> Path | str | None:
         if record is not None and "checkpoint" in record["stages"]:
             manifest = store.manifest(StageRef.model_validate(record["stages"]["checkpoint"]))
             prefix = manifest.extra["checkpoint"]["key_prefix"]
+            if is_pruned(objects, prefix):
+                return None
             return objects.local_path(prefix) or objects.url(prefix)
     return None
 

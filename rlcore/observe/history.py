@@ -1,7 +1,7 @@
 """A run's past and present, read from the store alone."""
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from hashlib import sha256
 from typing import Any
 
@@ -32,6 +32,8 @@ class RunSummary:
     """Digest of the last committed model and optimizer state that was saved."""
     metrics: list[dict[str, float]]
     """One object an iteration: iteration, reward, seconds and all metrics."""
+    parent: dict[str, Any] | None
+    """What it is a fork of, {run_id, iteration, digest}; None for any other run."""
 
 
 def records(objects: Objects, run_id: str) -> list[dict[str, Any]]:
@@ -76,6 +78,7 @@ def summarise(objects: Objects, run_id: str) -> RunSummary:
         total=total,
         state_sha256=_state_digest(store, found),
         metrics=rows,
+        parent=asdict(store.parent) if store.parent else None,
     )
 
 
@@ -112,6 +115,8 @@ def status_of(objects: Objects, run_id: str, committed: int, total: int) -> tupl
     if outcome is None or lease is None or outcome["epoch"] != lease["epoch"]:
         # A later driver took the run and left without a word: it was killed.
         return "interrupted", ""
+    if outcome["status"] == "completed":
+        return "interrupted", ""  # It was asked for one iteration, and more are left.
     return str(outcome["status"]), str(outcome["message"])
 
 
