@@ -29,7 +29,9 @@ PAGE = 200
 Choose = Callable[[FlowRun], bool]
 
 
-async def close_leftovers(client: PrefectClient, run_id: str, own: UUID) -> int:
+async def close_leftovers(
+    client: PrefectClient, run_id: str, own: UUID, why: str = "its process is gone"
+) -> int:
     """Close the flow runs and task runs of a run's earlier drivers that are still open.
 
     They get a state of type Crashed and of a name of its own, so that an automation which starts
@@ -39,13 +41,14 @@ async def close_leftovers(client: PrefectClient, run_id: str, own: UUID) -> int:
         client: of the server that shows the run.
         run_id: the run, whose lease the caller holds.
         own: the caller's flow run, which stays open.
+        why: what to say of what was left open.
 
     Returns:
         How many were closed.
     """
 
     def state() -> State[Any]:
-        message = f"its process is gone; run {run_id} goes on in flow run {own}"
+        message = f"{why}; run {run_id} is in the hands of flow run {own}"
         return State(type=StateType.CRASHED, name="Superseded", message=message)
 
     def is_driver(found: FlowRun) -> bool:

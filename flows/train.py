@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from contextlib import suppress
 from typing import Any
 from uuid import UUID
 
@@ -22,6 +23,7 @@ from flows.deployed import (
 )
 from flows.iteration import iteration
 from flows.leftovers import close_leftovers
+from flows.logs import logs_to_prefect
 from flows.report import Reporter
 from rlcore.config import RunConfig
 from rlcore.errors import ClusterError, Conflict
@@ -31,6 +33,7 @@ from rlcore.run import Run, find_open
 
 API_PATIENCE_S = 600.0
 DRAIN_PATIENCE_S = 2.0
+CLOSING_PATIENCE_S = 4.0
 NO_OVERRIDES: dict[str, Any] = {}
 
 
@@ -58,6 +61,7 @@ async def rl_train(
     Returns:
         The run's id, the number of committed iterations and the last iteration's metrics.
     """
+    logs_to_prefect()
     if find_open(config.run.id) is not None:
         # The command line has checked the configuration and opened the run.
         return await train(config)
@@ -100,7 +104,15 @@ async def train(config: RunConfig) -> dict[str, Any] | State[Any]:
         if ended != "cancelled":
             raise
         task.uncancel()
+        await leave_no_row_open(config.run.id, own)
         return Cancelled(message=f"What run {config.run.id} has committed is kept.")
+
+
+async def leave_no_row_open(run_id: str, own: UUID) -> None:
+    """Close what cancelling has interrupted half-way, such as an iteration that was being made."""
+    with suppress(Exception):
+        async with asyncio.timeout(CLOSING_PATIENCE_S), get_client() as client:
+            await close_leftovers(client, run_id, own, why="interrupted by the cancelling")
 
 
 async def walk(run: Run, client: PrefectClient, own: UUID) -> dict[str, Any]:
