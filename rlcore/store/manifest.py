@@ -12,24 +12,49 @@ What the stages put into the open fields is listed in `lineage`, which relies on
 import hashlib
 import json
 import math
+import re
 from datetime import UTC, datetime
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
 from rlcore.errors import Corrupt, StoreError
+from rlcore.store.paths import RUNS
 
 SCHEMA_VERSION = 1
+_ONE_EXECUTION = re.compile(rf"{RUNS}/[^/]+/(base|it/\d+/[^/]+)/[^/]+(/.+)?")
+"""A folder that one execution of a stage has written, or of the making of a fork."""
 
 
 class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+def _below_the_root(key: str) -> str:
+    """Refuse a key that a hand, or a store that somebody else can write to, may have made."""
+    from rlcore.store.objects import check_key
+
+    try:
+        return check_key(key)
+    except StoreError as error:
+        raise ValueError(error.message) from None
+
+
+Key = Annotated[str, AfterValidator(_below_the_root)]
+"""Of the store: it stays below the root."""
+
+
 class FileRef(_Frozen):
     """One file of the store, with what proves that it is whole."""
 
-    key: str
+    key: Key
     bytes: int
     rows: int = 0
     """Rows of a Parquet file; 0 for other files."""
@@ -42,7 +67,7 @@ class StageRef(_Frozen):
     run_id: str
     iteration: int
     stage: str
-    key: str
+    key: Key
     sha256: str
     """Of the manifest's bytes."""
     rows: int = 0
@@ -72,6 +97,18 @@ class Manifest(_Frozen):
     timings: dict[str, float] = {}
     """Seconds by name; `seconds` is the whole stage."""
     created: str = Field(default_factory=lambda: utc_now())
+
+    @model_validator(mode="after")
+    def _folders_are_attempts(self) -> "Manifest":
+        """A folder that is named here may be removed when it is no longer kept: it must be one."""
+        for name, folder in self.extra.items():
+            if isinstance(folder, dict) and "key_prefix" in folder:
+                prefix = str(folder["key_prefix"])
+                if not _ONE_EXECUTION.fullmatch(_below_the_root(prefix)):
+                    raise ValueError(
+                        f"extra.{name}.key_prefix {prefix!r} is not the folder of one execution"
+                    )
+        return self
 
     def to_bytes(self) -> bytes:
         """The canonical bytes that are stored and digested."""

@@ -10,6 +10,7 @@ Invariants:
 """
 
 import logging
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -33,9 +34,11 @@ from rlcore.store.objects import Objects
 
 log = logging.getLogger("sluice.store")
 
-# A manifest that is there at the put and gone at the read was quarantined in between; more often
-# than this in a row means that something else is wrong.
+# A manifest that is there at the put and gone at the read was quarantined in between, or the read
+# was stale; so often in a row, with these pauses, means that something else is wrong.
 _RACES = 5
+_STALE_PAUSE_S = 1.0
+_KEPT_MANIFESTS = 64
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,7 @@ class RunStore:
         self.run_id = run_id
         self._prefix = paths.run_prefix(run_id)
         self._last_seen = -1
+        self._manifests: dict[str, Manifest] = {}
         self._children = (*children, run_id)
         self._parent: tuple[Parent, RunStore] | None = None
         self._known = False
@@ -197,6 +201,9 @@ class RunStore:
         self._refuse_other(manifest, ref, inputs, config_digest)
         for file in named_files(self.objects, manifest):
             damage = find_damage(self.objects, file)
+            if damage and self.objects.reads_may_be_stale:
+                time.sleep(_STALE_PAUSE_S)
+                damage = find_damage(self.objects, file)
             if damage:
                 self._quarantine(iteration, stage, ref.sha256, damage)
                 return None
@@ -221,7 +228,9 @@ class RunStore:
         for _ in range(_RACES):
             lease.check()
             if self.objects.put_if_absent(key, data):
-                return manifest.ref(key, data)
+                ref = manifest.ref(key, data)
+                self._keep(ref.sha256, manifest)
+                return ref
             found = self._read_manifest(manifest.iteration, manifest.stage)
             if isinstance(found, str):
                 raise Corrupt(found)
@@ -229,6 +238,7 @@ class RunStore:
                 first, ref = found
                 self._refuse_other(first, ref, manifest.inputs, manifest.config_digest)
                 return ref
+            self._await_fresh()
         raise Conflict(
             f"{self.objects.url(key)} appears and vanishes; another process works on this run"
         )
@@ -240,11 +250,26 @@ class RunStore:
             NotFound: it is gone.
             Corrupt: its bytes are not those that were referred to.
         """
+        if ref.sha256 in self._manifests:
+            return self._manifests[ref.sha256]
         data = self.objects.get(ref.key)
         where = self.objects.url(ref.key)
         if sha256_hex(data) != ref.sha256:
             raise Corrupt(f"{where} has sha256 {sha256_hex(data)}, its reference says {ref.sha256}")
-        return Manifest.from_bytes(data, where)
+        manifest = Manifest.from_bytes(data, where)
+        self._keep(ref.sha256, manifest)
+        return manifest
+
+    def _keep(self, sha256: str, manifest: Manifest) -> None:
+        """Remember a manifest by its content, so that a remote store is not asked again."""
+        self._manifests[sha256] = manifest
+        while len(self._manifests) > _KEPT_MANIFESTS:
+            del self._manifests[next(iter(self._manifests))]
+
+    def _await_fresh(self) -> None:
+        """Give a store whose reads lag behind its writes time to catch up."""
+        if self.objects.reads_may_be_stale:
+            time.sleep(_STALE_PAUSE_S)
 
     def stage(self, iteration: int, stage: str) -> tuple[Manifest, StageRef] | None:
         """A stage's manifest as it lies there, its files unread; None if there is none.
@@ -265,8 +290,8 @@ class RunStore:
         Args:
             iteration: iteration number.
             record: `stages` (name -> StageRef or its dict), `metrics` (name -> number), and what
-                else is worth keeping. The store adds schema_version, run_id, iteration, epoch and
-                created.
+                else is worth keeping. The store adds schema_version, run_id, iteration, epoch,
+                created and `sha256`, the digest of all the rest.
             lease: the holding to commit under.
 
         Raises:
@@ -285,10 +310,14 @@ class RunStore:
         }
         full = {"created": utc_now(), "metrics": {}, **record, "stages": stages, **own}
         key = paths.committed_key(self.run_id, iteration)
+        full["sha256"] = record_digest(full)
         lease.check()
         if self.objects.put_if_absent(key, canonical_json(full)):
             return full
-        there = self.committed(iteration)
+        for _ in range(_RACES):
+            if (there := self.committed(iteration)) is not None:
+                break
+            self._await_fresh()
         if there is None or _digests(there["stages"]) != _digests(stages):
             raise Conflict(
                 f"{self.objects.url(key)} was committed with other stages; resume the run to go on "
@@ -297,13 +326,24 @@ class RunStore:
         return there
 
     def committed(self, iteration: int) -> dict[str, Any] | None:
-        """The record of a committed iteration; None if it is not committed."""
+        """The record of a committed iteration; None if it is not committed.
+
+        Raises:
+            Corrupt: it is torn, or does not have the digest that it names.
+        """
         key = paths.committed_key(self.owner(iteration).run_id, iteration)
         try:
             data = self.objects.get(key)
         except NotFound:
             return None
-        return parse_record(data, self.objects.url(key))
+        record = parse_record(data, self.objects.url(key))
+        if record.get("sha256") != record_digest(record):
+            raise Corrupt(
+                f"{self.objects.url(key)} was changed after it was written: its digest is "
+                f"{record_digest(record)[:12]}, it names {str(record.get('sha256'))[:12]}; restore "
+                "it from a copy"
+            )
+        return record
 
     def last_committed(self) -> int | None:
         """Number of the last committed iteration, the parent's included; None if there is none.
@@ -390,6 +430,11 @@ class RunStore:
             if digest in inputs.values() or (digest is None and stage in inputs):
                 reason = f"its input {stage} was quarantined"
                 self._quarantine(iteration, later, found[1].sha256, reason)
+
+
+def record_digest(record: Mapping[str, Any]) -> str:
+    """SHA-256 of a commit record but for the field that holds it."""
+    return sha256_hex(canonical_json({k: v for k, v in record.items() if k != "sha256"}))
 
 
 def named_files(objects: Objects, manifest: Manifest) -> list[FileRef]:

@@ -200,7 +200,7 @@ def test_a_torn_manifest_undoes_its_stage(objects: Objects, caplog: Any) -> None
     ref = store.commit(manifest(lease, files=(part(objects),)), lease)
     objects.put(ref.key, objects.get(ref.key)[:40])
     with pytest.raises(Corrupt, match="sha256"):
-        store.manifest(ref)
+        RunStore(objects, "r").manifest(ref)
     with pytest.raises(Corrupt, match="torn"):
         store.commit(manifest(lease), lease)
     assert store.lookup(0, "reward", INPUTS, "c") is None
@@ -314,3 +314,22 @@ def test_canonical_json() -> None:
     )
     with pytest.raises(StoreError, match="no JSON form"):
         canonical_json({"a": object()})
+
+
+def test_a_changed_metric_is_found(objects: Objects) -> None:
+    store, lease = RunStore(objects, "r"), Lease.acquire(objects, "r")
+    written = store.commit_iteration(0, {"metrics": {"reward": 0.25, "kl": float("nan")}}, lease)
+    assert store.committed(0)["metrics"] == {"reward": 0.25, "kl": "NaN"}  # type: ignore[index]
+    key = paths.committed_key("r", 0)
+    objects.put(key, objects.get(key).replace(b"0.25", b"0.75"))
+    with pytest.raises(Corrupt, match=r"_COMMITTED.json was changed after it was written"):
+        store.committed(0)
+    objects.put(key, objects.get(key).replace(b"0.75", b"0.25"))
+    assert store.committed(0)["sha256"] == written["sha256"]  # type: ignore[index]
+
+
+def test_a_manifest_just_put_is_not_fetched_again(disk: Objects, monkeypatch: Any) -> None:
+    store, lease = RunStore(disk, "r"), Lease.acquire(disk, "r")
+    ref = store.commit(manifest(lease), lease)
+    monkeypatch.setattr(disk, "get", lambda key: pytest.fail(f"{key} was fetched"))
+    assert store.manifest(ref).epoch == lease.epoch
