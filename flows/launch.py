@@ -101,7 +101,6 @@ def private_server(config: RunConfig) -> PrefectServer | None:
     """A booting Prefect server for this process, unless the environment names one that runs."""
     # Prefect would print each flow's traceback; its page has them, and one sentence is enough here.
     os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
-    os.environ.setdefault("PREFECT_LOGGING_EXTRA_LOGGERS", "sluice")
     if os.environ.get("PREFECT_API_URL"):
         return None
     root = config.storage.root.removeprefix("file://")

@@ -43,6 +43,8 @@ async def open_run(
         Fenced: another driver holds the run and is alive.
     """
     if (opened := find_open(config.run.id)) is not None:
+        # From here on in the flow run that has the run, so that it shows what happens to engines.
+        opened.fleet.watch(opened.refill)
         yield opened
         return
     store = open_store(config)

@@ -82,7 +82,10 @@ async def look_or_work(
         log.info("%s of iteration %d was committed before; going on from it", name, i)
         return found
     start = time.perf_counter()
-    work: Work = await body(run, i, **inputs)
+    try:
+        work: Work = await body(run, i, **inputs)
+    finally:
+        run.fleet.tell_worker_lines()
     worked = time.perf_counter()
     manifest = run.manifest(i, name, shas, digest, work, seconds=worked - start)
     ref = await asyncio.to_thread(run.store.commit, manifest, run.lease)

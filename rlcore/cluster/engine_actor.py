@@ -3,13 +3,17 @@
 The actor only starts, watches and ends the process; requests go to its URL, not through Ray.
 """
 
+import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rlcore.cluster.actor_logs import Line, Lines
 from rlcore.config.tree import Scalar
 from rlcore.engine.launch import EngineProcess, embedded_argv
 from rlcore.engine.sglang import sglang_argv
 from rlcore.net import free_port
+
+log = logging.getLogger("sluice.engine")
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,7 @@ class EngineActor:
     """Owns engine number `rank` of a run."""
 
     def __init__(self, spec: EngineSpec, rank: int) -> None:
+        self._lines = Lines()
         self._spec = spec
         self._rank = rank
         self._process: EngineProcess | None = None
@@ -78,9 +83,15 @@ class EngineActor:
                 weight_version=weight_version,
             )
         self._process = EngineProcess(port)
-        self._process.start(argv, Path(spec.log_dir) / f"engine-{self._rank}.log")
+        path = Path(spec.log_dir) / f"engine-{self._rank}.log"
+        self._process.start(argv, path)
         self._process.wait_healthy(spec.start_timeout_s)
+        log.info("%s engine at %s, log in %s", spec.engine, self._process.url, path)
         return self._process.url
+
+    def lines(self) -> list[Line]:
+        """What was logged since the last call."""
+        return self._lines.take()
 
     def probe(self, timeout_s: float) -> str | None:
         """What is wrong with the server; None if it runs and answers within `timeout_s` seconds."""

@@ -14,6 +14,7 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from urllib.parse import urlsplit
 
+from rlcore.cluster.actor_logs import Relay
 from rlcore.cluster.engine_actor import EngineActor, EngineSpec
 from rlcore.cluster.ray_session import actor_class, call, gather
 from rlcore.errors import ClusterError, EngineError
@@ -49,6 +50,7 @@ class Engines:
         self._maker = actor_class(EngineActor, num_gpus)
         self._actors = [self._maker.remote(spec, rank) for rank in range(count)]
         self._starts = [0] * count
+        self._relay = Relay()
 
     async def start(self) -> None:
         """Start all, side by side.
@@ -102,11 +104,13 @@ class Engines:
     # --- one engine -------------------------------------------------------------------------------
 
     async def _launch(self, rank: int, port: int | None) -> str:
-        return await call(
-            self._actors[rank].start.remote(str(START_VERSION), port),
-            deadline_s=self._spec.start_timeout_s + START_GRACE_S,
-            what=f"engine {rank}",
-        )
+        actor, what = self._actors[rank], f"engine {rank}"
+        starting = actor.start.remote(str(START_VERSION), port)
+        deadline_s = self._spec.start_timeout_s + START_GRACE_S
+        try:
+            return await call(starting, deadline_s=deadline_s, what=what)
+        finally:
+            self._relay.fetch(actor, what)
 
     async def _probe(self, rank: int) -> str | None:
         """What is wrong with an engine; None if nothing is."""

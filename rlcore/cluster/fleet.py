@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlcore.cluster.actor_logs import Relay
 from rlcore.cluster.engine_actor import EngineSpec
 from rlcore.cluster.engines import START_VERSION, Engines, Refill
 from rlcore.cluster.ray_session import NAMESPACE, actor_class, call, first_of, gather
@@ -96,6 +97,7 @@ class Fleet:
         self._config = plan.config
         self._actors = actors
         self._watching: asyncio.Future[None] | None = None
+        self._relay = Relay()
         self._limits = Limits.of_model(str(plan.model_folder), plan.config.rollout.context_length)
         self.start_state = start_state
         self.engine_version: int | None = START_VERSION
@@ -118,13 +120,20 @@ class Fleet:
                 if fleet._watching is not None:
                     fleet._watching.cancel()
                     await asyncio.gather(fleet._watching, return_exceptions=True)
+                await fleet._relay.drain()
         finally:
             actors.end()
 
     # --- failures ---------------------------------------------------------------------------------
 
     def watch(self, refill: Refill) -> None:
-        """Look after the engines from now on; `refill` gives weights to those that come back."""
+        """Look after the engines from now on, and log what happens where the caller's lines go.
+
+        Args:
+            refill: gives weights to engines that were started again.
+        """
+        if self._watching is not None:
+            self._watching.cancel()
         self._watching = asyncio.ensure_future(self._actors.engines.watch(refill))
 
     async def mend_engines(self) -> bool:
@@ -140,6 +149,10 @@ class Fleet:
         """Start the trainer's ranks again. They hold nothing yet."""
         self.trainer_state = None
         await self._actors.restart_trainer()
+
+    def tell_worker_lines(self) -> None:
+        """Have the rollout worker's log lines told where the caller's go."""
+        self._relay.fetch(self._actors.worker, "rollout worker")
 
     def progressed(self) -> dict[str, float]:
         """An iteration was committed.

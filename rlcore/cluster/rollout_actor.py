@@ -10,6 +10,7 @@ Invariants:
 import asyncio
 import gc
 import json
+import logging
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlcore.cluster.actor_logs import Line, Lines
+from rlcore.cluster.actor_logs import Line, Lines, shown
 from rlcore.config.tree import (
     DataConfig,
     EvalConfig,
@@ -53,6 +54,8 @@ from rlcore.sample import Sample
 from rlcore.store.manifest import FileRef
 from rlcore.store.objects import Objects
 from rlcore.store.paths import buffer_prefix, part_key
+
+log = logging.getLogger("sluice.rollout")
 
 Files = Sequence[FileRef]
 
@@ -195,6 +198,7 @@ class RolloutActor:
         made = await rollout(
             request, loaded.dataset, loaded.tokenizer, plan.rollout, generator, plan.num_gpus
         )
+        log.info("iteration %d: %s", iteration, shown(made.metrics))
         rolled = time.perf_counter()
         ref = await self._write_samples("rollout", iteration, 0, attempt, made.samples)
         self._batch = (_digests([ref]), made.samples)

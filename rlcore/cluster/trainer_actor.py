@@ -12,6 +12,7 @@ Invariants:
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import shutil
 import socket
@@ -21,6 +22,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rlcore.cluster.actor_logs import Line, Lines, shown
 from rlcore.config.tree import AlgorithmConfig, ModelConfig, Scalar, TrainConfig
 from rlcore.errors import Corrupt, Fenced, TrainError
 from rlcore.starting_model import prepare_model
@@ -33,6 +35,8 @@ from rlcore.weights.sync import SyncReport, SyncSpec, WeightSync
 if TYPE_CHECKING:
     from rlcore.train.fsdp.trainer import FsdpTrainer
     from rlcore.train.trainer import BatchFiles
+
+log = logging.getLogger("sluice.trainer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +85,7 @@ class TrainerActor:
         if spec.device == "cpu":
             # More threads than cores make a step fifty times slower, and their sums differ.
             torch.set_num_threads(1)
+        self._lines = Lines()
         self._spec = spec
         self._rank = rank
         self._world = world
@@ -194,7 +199,10 @@ class TrainerActor:
             rank=self._rank,
             world=self._world,
         )
-        return trainer.train(prev, new, batch)
+        report = trainer.train(prev, new, batch)
+        if self._rank == 0:
+            log.info("iteration %d: %s", files.iteration, shown(report.metrics))
+        return report
 
     def log_probs(self, epoch: int, sequences: list[list[int]]) -> list[list[float]]:
         """Log-probs of tokens[1:] of each sequence, at temperature 1."""
@@ -253,6 +261,10 @@ class TrainerActor:
                 "the trainer stopped in the middle of a batch: its weights are no policy"
             )
         return self._sync.run(trainer, spec)
+
+    def lines(self) -> list[Line]:
+        """What was logged since the last call."""
+        return self._lines.take()
 
     def memory(self) -> dict[str, float]:
         """Bytes held, by kind."""

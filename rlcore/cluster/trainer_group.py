@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 from typing import TYPE_CHECKING, Any
 
+from rlcore.cluster.actor_logs import Relay
 from rlcore.cluster.ray_session import call
 from rlcore.cluster.trainer_actor import SavedState, TrainerActor, TrainerSpec
 from rlcore.errors import ClusterError, SluiceError, TrainError
@@ -35,6 +36,7 @@ class TrainerGroup:
         self._actors = actors
         self._epoch = epoch
         self._deadline_s = deadline_s
+        self._relay = Relay()
         self.broken = False
 
     @classmethod
@@ -184,6 +186,8 @@ class TrainerGroup:
             for rank, actor in enumerate(self._actors)
         ]
         _, waiting = await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
+        for rank, actor in enumerate(self._actors):
+            self._relay.fetch(actor, f"trainer rank {rank}")
         first = [c for c in calls if c.done() and c.exception() is not None]
         if not first:
             return [c.result() for c in calls]

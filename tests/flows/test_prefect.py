@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from real_runs import Sluice, short
+from real_runs import Sluice, short, wait_for
 
 from flows.server import PrefectServer
 from rlcore.config import load_config
@@ -37,6 +37,12 @@ def test_prefect_shows_every_iteration_and_stage(tmp_path: Path) -> None:
         policy = {t["name"].split("-it")[0]: t["empirical_policy"]["retries"] for t in stages}
         assert policy == dict.fromkeys(TASKS, 2) | {"train": 0, "weight_sync": 0}
 
+        names = {t["id"]: t["name"] for t in stages}
+        told = [(names.get(line["task_run_id"], ""), line["message"]) for line in logs(server)]
+        for task, who in (("rollout", "rollout worker"), ("train", "trainer rank 0")):
+            lines = [text for name, text in told if name == f"{task}-it000001"]
+            assert any(text.startswith(f"{who}: iteration 1: ") for text in lines), told
+
         keys = {a["key"] for a in rows(server, "artifacts")}
         assert keys == {"seen-progress", "seen-metrics", "seen-summary"}
     finally:
@@ -65,9 +71,21 @@ def test_a_run_starts_from_a_plain_dict_as_prefects_form_sends_it(tmp_path: Path
         server.gone()
 
 
-def rows(server: PrefectServer, kind: str) -> list[dict[str, Any]]:
+def logs(server: PrefectServer) -> list[dict[str, Any]]:
+    """All lines that the server has, once those of the last stage are there: they go in batches."""
+
+    def found() -> list[dict[str, Any]]:
+        return [line for page in range(5) for line in rows(server, "logs", offset=200 * page)]
+
+    wait_for(lambda: any("iteration 2: " in line["message"] for line in found()), seconds=30)
+    return found()
+
+
+def rows(server: PrefectServer, kind: str, offset: int = 0) -> list[dict[str, Any]]:
     """All objects of a kind that the server knows."""
-    answer = httpx.post(f"{server.api_url}/{kind}/filter", json={"limit": 200}, timeout=30)
+    answer = httpx.post(
+        f"{server.api_url}/{kind}/filter", json={"limit": 200, "offset": offset}, timeout=30
+    )
     answer.raise_for_status()
     found: list[dict[str, Any]] = answer.json()
     return found
