@@ -70,7 +70,42 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Differen
 # --- making one -----------------------------------------------------------------------------------
 
 
-def create_fork(
+@dataclass(frozen=True)
+class ForkPlan:
+    """A fork that may be made; from `plan_fork`."""
+
+    parent: RunStore
+    record: dict[str, Any]
+    """Its `run.json`."""
+    given: frozenset[str]
+    there: bool
+    """It was made before."""
+
+    @property
+    def run_id(self) -> str:
+        """The fork's name."""
+        return str(self.record["config"]["run"]["id"])
+
+    def make(self) -> RunStore:
+        """Make it, if it is not there.
+
+        Raises:
+            ConfigError: another was made of that name meanwhile.
+        """
+        objects, iteration = self.parent.objects, self.record["parent"]["iteration"]
+        store = RunStore(objects, self.run_id)
+        if not self.there:
+            # First the word to the parent: it must not give up the state meanwhile.
+            for owner in {self.parent.run_id, self.parent.owner(iteration).run_id}:
+                _change_forks(objects, owner, add=(self.run_id, iteration))
+            try:
+                store.create_run(self.record)
+            except Conflict:
+                check_same_fork(store, self.record, self.given)
+        return store
+
+
+def plan_fork(
     parent: RunStore,
     iteration: int,
     config: Mapping[str, Any],
@@ -78,15 +113,15 @@ def create_fork(
     code: str,
     rerun: str | None = None,
     given: Collection[str] = (),
-) -> RunStore:
-    """Make a run that goes on after an iteration, or find that it was made just so.
+) -> ForkPlan:
+    """Check that a run can go on from an iteration of another. Nothing is written.
 
     Args:
         parent: the run to share.
-        iteration: the last that is shared; -1 shares the starting model alone.
+        iteration: of a plain fork the last that is shared; of a re-run the one that is run again.
         config: the fork's whole configuration; names the fork.
         code: version of Sluice.
-        rerun: the stage that is run again in the fork's first iteration; None: a plain fork.
+        rerun: the stage that is run again; None: a plain fork.
         given: settings that the user named, as `section.key`: they must be the fork's, even
             those that may differ from one driver to the next.
 
@@ -94,30 +129,24 @@ def create_fork(
         NotFound: the parent or the iteration is not there.
         ConfigError: the configuration differs where it may not, or another run has the name.
     """
-    store = RunStore(parent.objects, config["run"]["id"])
-    first = iteration if rerun is None else iteration + 1
-    check_committed(parent, first)
-    of_parent = parent.load_run()["config"]
-    check_differences(differences(of_parent, config), rerun)
+    check_committed(parent, iteration)
+    check_differences(differences(parent.load_run()["config"], config), rerun)
     if rerun is not None:
-        _check_shared(parent, first, config, rerun)
+        _check_shared(parent, iteration, config, rerun)
+    shared = iteration if rerun is None else iteration - 1
     record = {
         "config": config,
         "config_digest": tree_digest(config),
         "code": code,
-        "parent": asdict(_parent(parent, iteration)),
+        "parent": asdict(_parent(parent, shared)),
         "rerun": rerun and {"stage": rerun, "stages": list(SHARED_STAGES[rerun])},
     }
+    store = RunStore(parent.objects, config["run"]["id"])
     try:
         check_same_fork(store, record, given)
     except NotFound:
-        for owner in {parent.run_id, parent.owner(iteration).run_id}:
-            _change_forks(parent.objects, owner, add=(store.run_id, iteration))
-        try:
-            store.create_run(record)
-        except Conflict:
-            check_same_fork(store, record, given)
-    return RunStore(parent.objects, store.run_id)
+        return ForkPlan(parent, record, frozenset(given), there=False)
+    return ForkPlan(parent, record, frozenset(given), there=True)
 
 
 def check_committed(store: RunStore, iteration: int) -> None:
