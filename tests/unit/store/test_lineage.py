@@ -314,3 +314,122 @@ def test_samples_as_people_see_them(disk: Objects) -> None:
     assert len(read_samples(disk, manifests, 2)) == 2
     only = read_samples(disk, {"rollout": manifests["rollout"]}, 1)
     assert only[0]["keep"] and only[0]["reward"] is None and only[0]["response"] == "777"
+
+
+# --- what a rollout leaves to the next one --------------------------------------------------------
+
+Place = tuple[int, int]
+
+# Three prompts are begun at a time, two are used: (places used, places left).
+STORY: list[tuple[list[Place], list[Place]]] = [
+    ([(0, 0), (0, 2)], [(0, 1)]),
+    ([(0, 1), (0, 3)], [(0, 4)]),
+    ([(0, 4), (1, 1)], [(1, 0)]),
+    ([(1, 0), (1, 2)], [(1, 3)]),
+]
+ENDS = [(0, 3), (1, 0), (1, 2), (1, 4)]
+
+
+def prompt_at(place: Place) -> str:
+    return f"p{place[1]}"
+
+
+def left_over(objects: Objects, i: int, places: list[Place]) -> dict[str, Any]:
+    """A buffer as a rollout records it: of each group a whole, a cut and a pending sample."""
+    made = samples(i, [prompt_at(place) for place in places])
+    for k, sample in enumerate(made):
+        sample.status = (Status.COMPLETED, Status.ABORTED, Status.PENDING)[k % MEMBERS]
+    prefix = paths.buffer_prefix("r", i, "a")
+    ref = write_table(objects, f"{prefix}/part-00000.parquet", samples_to_table(made))
+    return {
+        "key_prefix": prefix,
+        "files": [ref.model_dump(mode="json")],
+        "places": [list(place) for place in places],
+    }
+
+
+def write_story(
+    objects: Objects,
+    monkeypatch: pytest.MonkeyPatch,
+    story: list[tuple[list[Place], list[Place]]] = STORY,
+    change: dict[int, dict[str, Any]] | None = None,
+) -> Writer:
+    changes: dict[tuple[int, str], dict[str, Any]] = {}
+    for i, (_, left) in enumerate(story):
+        start, end = (ENDS[i - 1] if i else (0, 0)), ENDS[i]
+        cursor = {"epoch": start[0], "offset": start[1], "size": SIZE}
+        cursor |= {"next_epoch": end[0], "next_offset": end[1]}
+        extra = {"buffer": left_over(objects, i, left) | (change or {}).get(i, {})}
+        changes[i, "rollout"] = {"cursor": cursor, "extra": extra}
+
+    real = samples
+
+    def used(i: int, _: list[str]) -> list[Sample]:
+        return real(i, [prompt_at(place) for place in story[i][0]])
+
+    monkeypatch.setitem(Writer.iteration.__globals__, "samples", used)
+    writer = Writer(objects, changes)
+    for i in range(len(story)):
+        writer.iteration(i)
+    return writer
+
+
+def faults(objects: Objects) -> str:
+    return "\n".join(verify_run(objects, "r").errors)
+
+
+def test_a_run_with_buffers_is_whole(disk: Objects, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_story(disk, monkeypatch)
+    report = verify_run(disk, "r")
+    assert report.errors == []
+    # Four iterations of three parts, a state and a buffer.
+    assert (report.counts["prompts"], report.counts["files"]) == (8, 20)
+
+
+@pytest.mark.parametrize(
+    ("i", "used", "left", "fault"),
+    [
+        # Used, though the buffer still holds it.
+        (1, [(0, 3), (0, 4)], [(0, 1), (0, 4)], "the buffer had 1 before and has 2 now"),
+        # Given up: in no rollout and in no buffer.
+        (1, [(0, 3), (0, 4)], [], "the buffer had 1 before and has 0 now"),
+        # Used in the iteration before, and come back.
+        (1, [(0, 1), (0, 3)], [(0, 0), (0, 4)], "epoch 0, offset 0, which was not in the buffer"),
+        # Another prompt than the one that the buffer had.
+        (1, [(0, 2), (0, 3)], [(0, 4)], "prompt p2 was used twice in epoch 0"),
+        # Out of order.
+        (1, [(0, 3), (0, 1)], [(0, 4)], "the data plan has row 1"),
+    ],
+)
+def test_a_prompt_that_is_lost_or_comes_twice_is_named(
+    disk: Objects,
+    monkeypatch: pytest.MonkeyPatch,
+    i: int,
+    used: list[Place],
+    left: list[Place],
+    fault: str,
+) -> None:
+    story = [*STORY[:i], (used, left), *STORY[i + 1 :]]
+    write_story(disk, monkeypatch, story)
+    assert fault in faults(disk)
+
+
+def test_a_buffer_that_is_not_what_its_record_says_is_named(
+    disk: Objects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_story(disk, monkeypatch, change={2: {"places": [[1, 0], [1, 1]]}})
+    assert "the buffer holds 1 prompts, but not at as many places" in faults(disk)
+
+
+def test_a_damaged_buffer_is_named_and_its_rollout_is_done_again(
+    disk: Objects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = write_story(disk, monkeypatch)
+    key = f"{paths.buffer_prefix('r', 3, 'a')}/part-00000.parquet"
+    disk.put(key, disk.get(key)[:-1] + b"x")
+    assert key in faults(disk)
+    disk.delete(paths.committed_key("r", 3))
+    found = writer.store.stage(3, "rollout")
+    assert found
+    manifest = found[0]
+    assert writer.store.lookup(3, "rollout", manifest.inputs, manifest.config_digest) is None
