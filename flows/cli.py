@@ -138,6 +138,72 @@ def sql(
 
 
 @app.command
+def fork(
+    run: RunName,
+    *,
+    iter: Annotated[int, Parameter(help="The last iteration that is shared.")],
+    as_: Annotated[str, Parameter(name="--as", help="Name of the new run.")],
+    set: Sets = (),
+    root: Root = None,
+    json: Json = False,
+) -> int:
+    """Make a run that goes on after an iteration of another, sharing all until then."""
+    from flows.branch import fork as make
+
+    return make(root_of(root), run, iter, as_, set, as_json=json)
+
+
+@app.command
+def rerun(
+    run: RunName,
+    *,
+    iter: Annotated[int, Parameter(help="The iteration.")],
+    stage: Annotated[str, Parameter(help="train or reward.")],
+    as_: Annotated[str, Parameter(name="--as", help="Name of the new run.")],
+    reward: Annotated[
+        str | None, Parameter(help="A reward function, as file.py:function, for --stage reward.")
+    ] = None,
+    set: Sets = (),
+    root: Root = None,
+    json: Json = False,
+) -> int:
+    """Run one stage of an iteration again, from what is stored, and show what changes."""
+    from flows.branch import rerun as again
+
+    return again(root_of(root), run, iter, stage, as_, set, reward=reward, as_json=json)
+
+
+@app.command(name="log")
+def show_log(
+    run: Annotated[str | None, Parameter(help="A run, with its iterations.")] = None,
+    *,
+    root: Root = None,
+    json: Json = False,
+) -> None:
+    """Show how the runs of a root descend from each other."""
+    from flows.lineage import log_root, log_run
+
+    if run is None:
+        log_root(root_of(root), as_json=json)
+    else:
+        log_run(root_of(root), run, as_json=json)
+
+
+@app.command
+def diff(
+    a: RunName,
+    b: Annotated[str, Parameter(help="Name of the other.")],
+    *,
+    root: Root = None,
+    json: Json = False,
+) -> None:
+    """Show where two runs part, and what differs."""
+    from flows.lineage import diff as compare
+
+    compare(root_of(root), a, b, as_json=json)
+
+
+@app.command
 def up(
     *,
     root: Root = None,
