@@ -5,70 +5,27 @@ import os
 import socket
 import subprocess
 import sys
-import threading
 import time
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fault_proxy import Fault, Request, Rule, fault_proxy, mixed
 
-from rlcore.errors import StoreError
+from rlcore.errors import Conflict, Fenced, StoreError
+from rlcore.store.lease import Lease
+from rlcore.store.manifest import Manifest
 from rlcore.store.objects import Objects
+from rlcore.store.paths import lease_key
+from rlcore.store.run_store import RunStore
 
 
-@contextmanager
-def proxy(endpoint: str, lose: set[int]) -> Iterator[str]:
-    """A TCP proxy that passes requests on and keeps the answers numbered in `lose` to itself."""
-    host, port = endpoint.removeprefix("http://").split(":")
-    listener = socket.create_server(("127.0.0.1", 0))
-    count = 0
-
-    def answer(client: socket.socket, number: int) -> None:
-        with client, socket.create_connection((host, int(port))) as server:
-            client.settimeout(5)
-            server.settimeout(5)
-            try:
-                head = b""
-                while b"\r\n\r\n" not in head:
-                    head += client.recv(65536)
-                length = 0
-                for line in head.partition(b"\r\n\r\n")[0].lower().split(b"\r\n"):
-                    if line.startswith(b"content-length:"):
-                        length = int(line.split(b":")[1])
-                if b"100-continue" in head.lower():
-                    client.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
-                    head = head.replace(b"Expect: 100-continue\r\n", b"")
-                body = head.partition(b"\r\n\r\n")[2]
-                while len(body) < length:
-                    more = client.recv(65536)
-                    head, body = head + more, body + more
-                server.sendall(head.replace(b"\r\n", b"\r\nConnection: close\r\n", 1))
-                reply = b""
-                while more := server.recv(65536):
-                    reply += more
-                if number not in lose:
-                    client.sendall(reply)
-            except OSError:
-                return
-
-    def serve() -> None:
-        nonlocal count
-        while True:
-            try:
-                client, _ = listener.accept()
-            except OSError:
-                return
-            count += 1
-            threading.Thread(target=answer, args=(client, count), daemon=True).start()
-
-    threading.Thread(target=serve, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-    finally:
-        listener.close()
+def losing(*numbers: int) -> Rule:
+    """A rule that loses the answers to the requests of these numbers."""
+    return lambda request: Fault.LOSE if request.number in numbers else Fault.NONE
 
 
 def open_at(server: Any, endpoint: str, retry_s: float = 20) -> Objects:
@@ -77,16 +34,18 @@ def open_at(server: Any, endpoint: str, retry_s: float = 20) -> Objects:
 
 
 def test_a_put_whose_answer_was_lost_counts_as_ours(s3: Any) -> None:
-    with proxy(s3.endpoint, lose={1}) as endpoint:
-        objects = open_at(s3, endpoint)
+    with fault_proxy(s3.endpoint) as proxy:
+        proxy.rule = losing(1)
+        objects = open_at(s3, proxy.endpoint)
         assert objects.put_if_absent("k", b"mine")
         assert not objects.put_if_absent("k", b"mine")
         assert objects.get("k") == b"mine"
 
 
 def test_a_swap_whose_answer_was_lost_counts_as_ours(s3: Any) -> None:
-    with proxy(s3.endpoint, lose={3}) as endpoint:
-        objects = open_at(s3, endpoint)
+    with fault_proxy(s3.endpoint) as proxy:
+        proxy.rule = losing(3)
+        objects = open_at(s3, proxy.endpoint)
         objects.put("k", b"1")
         tag = objects.read_with_tag("k")[1]
         assert objects.compare_and_swap("k", b"2", tag)
@@ -95,8 +54,9 @@ def test_a_swap_whose_answer_was_lost_counts_as_ours(s3: Any) -> None:
 
 
 def test_an_outage_is_waited_out(moto: Any, caplog: pytest.LogCaptureFixture) -> None:
-    with proxy(moto.endpoint, lose=set(range(1, 13))) as endpoint:
-        objects = open_at(moto, endpoint)
+    with fault_proxy(moto.endpoint) as proxy:
+        proxy.unavailable_for(4)
+        objects = open_at(moto, proxy.endpoint)
         with caplog.at_level(logging.WARNING, "sluice.store"):
             objects.put("k", b"v")
             assert objects.get("k") == b"v"
@@ -152,3 +112,135 @@ def test_a_large_object_comes_in_parts_and_whole(s3: Any, tmp_path: Any) -> None
     assert objects.size("big") == 60 << 20
     objects.download("big", tmp_path / "big")
     assert (tmp_path / "big").read_bytes() == block * 60
+
+
+def test_a_request_that_is_never_answered_ends(moto: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlcore.store.s3.READ_S", 1)
+    with fault_proxy(moto.endpoint) as proxy:
+        proxy.rule = lambda request: Fault.HANG if request.number <= 2 else Fault.NONE
+        objects = open_at(moto, proxy.endpoint)
+        began = time.monotonic()
+        assert objects.put_if_absent("k", b"v")
+        assert 2 <= time.monotonic() - began < 10
+        proxy.rule = lambda request: Fault.HANG
+        began = time.monotonic()
+        with pytest.raises(StoreError, match=r"did not answer for 2 s .*imeout"):
+            open_at(moto, proxy.endpoint, retry_s=2).get("k")
+        assert time.monotonic() - began < 10
+
+
+def test_a_body_that_breaks_off_is_read_again(s3: Any, tmp_path: Path) -> None:
+    content = os.urandom(30 << 20)
+    (tmp_path / "big").write_bytes(content)
+    open_at(s3, s3.endpoint)
+    with fault_proxy(s3.endpoint) as proxy:
+        objects = open_at(s3, proxy.endpoint)
+        proxy.rule = lambda request: Fault.CUT if request.number % 3 == 1 else Fault.NONE
+        objects.upload(tmp_path / "big", "big")
+        objects.download("big", tmp_path / "back")
+        assert objects.get("big") == content
+        with objects.open_read("big") as file:
+            file.seek(17_000_000)
+            assert file.read(5_000_000) == content[17_000_000:22_000_000]
+        assert proxy.seen[Fault.CUT] > 5
+    assert (tmp_path / "back").read_bytes() == content
+
+
+def test_whatever_the_network_does_writes_have_one_winner(s3: Any) -> None:
+    faults = (Fault.UNAVAILABLE, Fault.CUT, Fault.LOSE)
+    with fault_proxy(s3.endpoint) as proxy:
+        objects = open_at(s3, proxy.endpoint, retry_s=60)
+        proxy.rule = mixed(seed=5, share=0.3, kinds=faults)
+        with ThreadPoolExecutor(4) as pool:
+            for round in range(6):
+                key = f"k{round}"
+                won = list(pool.map(lambda n, k=key: objects.put_if_absent(k, b"%d" % n), range(4)))
+                assert won.count(True) == 1
+                assert objects.get(key) == b"%d" % won.index(True)
+        assert all(proxy.seen[fault] for fault in faults)
+
+
+def manifest_of(lease: Lease, attempt: str, source: str = "same") -> Manifest:
+    return Manifest(
+        run_id="r",
+        iteration=0,
+        stage="reward",
+        config_digest="c",
+        inputs={"rollout": source},
+        epoch=lease.epoch,
+        attempt=attempt,
+    )
+
+
+def stale_reads(what: str) -> Rule:
+    """A rule that answers reads of some keys from the past."""
+    return lambda request: Fault.STALE if what in request.path else Fault.NONE
+
+
+def until_fresh(rule: Rule, reads: int) -> Rule:
+    """The rule, for so many stale reads; then reads are fresh."""
+    left = [reads]
+
+    def limited(request: Request) -> Fault:
+        fault = rule(request)
+        if fault is Fault.STALE and request.is_read:
+            left[0] -= 1
+            return fault if left[0] >= 0 else Fault.NONE
+        return fault
+
+    return limited
+
+
+def test_a_driver_that_reads_its_old_lease_commits_nothing(s3: Any) -> None:
+    with fault_proxy(s3.endpoint) as proxy:
+        behind = open_at(s3, proxy.endpoint)
+        ahead = Objects.open(behind.root, s3.options)
+        old = Lease.acquire(behind, "r", "old:1:1")
+        old.check()
+        proxy.freeze()
+        proxy.rule = until_fresh(stale_reads("lease.json"), 20)
+        new = Lease.acquire(ahead, "r", "new:1:1", steal=True)
+        with pytest.raises(Fenced, match="held by new:1:1"):
+            RunStore(behind, "r").commit(manifest_of(old, "old"), old)
+        assert proxy.seen[Fault.STALE] == 20
+        assert RunStore(ahead, "r").stage(0, "reward") is None
+        new.check()
+
+
+@pytest.mark.parametrize("source", ["same", "other"])
+def test_a_manifest_that_reads_as_absent_is_not_committed_twice(s3: Any, source: str) -> None:
+    with fault_proxy(s3.endpoint) as proxy:
+        behind = open_at(s3, proxy.endpoint)
+        ahead = Objects.open(behind.root, s3.options)
+        first = Lease.acquire(ahead, "r", "first:1:1")
+        ref = RunStore(ahead, "r").commit(manifest_of(first, "first"), first)
+        first.release()
+        second = Lease.acquire(behind, "r", "second:1:1")
+        store = RunStore(behind, "r")
+        proxy.freeze()
+        proxy.rule = until_fresh(stale_reads("_MANIFEST"), 2)
+        # It finds nothing done, does the work again, and learns at the commit who was first.
+        assert store.lookup(0, "reward", {"rollout": source}, "c") is None
+        commit: Callable[[], Any] = lambda: store.commit(  # noqa: E731
+            manifest_of(second, "second", source), second
+        )
+        if source == "same":
+            assert commit() == ref
+        else:
+            with pytest.raises(Conflict, match="made from another rollout"):
+                commit()
+        assert RunStore(ahead, "r").stage(0, "reward")[0].attempt == "first"  # type: ignore[index]
+
+
+def test_an_old_lease_that_reads_as_free_is_not_taken_from_a_live_driver(s3: Any) -> None:
+    with fault_proxy(s3.endpoint) as proxy:
+        behind = open_at(s3, proxy.endpoint)
+        ahead = Objects.open(behind.root, s3.options)
+        Lease.acquire(behind, "r", "gone:1:1").release()
+        behind.get(lease_key("r"))
+        proxy.freeze()
+        proxy.rule = until_fresh(stale_reads("lease.json"), 5)
+        live = Lease.acquire(ahead, "r", "live:1:1")
+        with pytest.raises(Fenced, match="held by live:1:1"):
+            Lease.acquire(behind, "r", "late:1:1")
+        live.check()
