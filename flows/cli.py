@@ -204,6 +204,45 @@ def diff(
 
 
 @app.command
+def gc(
+    *,
+    keep: Annotated[
+        int | None,
+        Parameter(
+            help="Trainer states, and checkpoints, that each run keeps. "
+            "Default: its checkpoint.keep_last."
+        ),
+    ] = None,
+    older_than: Annotated[
+        float, Parameter(help="Age in days of quarantined manifests that are removed.")
+    ] = 7.0,
+    run: Annotated[str | None, Parameter(help="Clean this run alone.")] = None,
+    all_: Annotated[
+        bool, Parameter(name="--all", negative="", help="Remove the whole run that --run names.")
+    ] = False,
+    yes: Annotated[bool, Parameter(negative="", help="Needed by --all.")] = False,
+    dry_run: Annotated[
+        bool, Parameter(negative="", help="Only say what would be removed.")
+    ] = False,
+    root: Root = None,
+    json: Json = False,
+) -> int:
+    """Remove what no run needs: files that nothing names, old states and checkpoints."""
+    from flows.garbage import gc as collect
+
+    return collect(
+        root_of(root),
+        keep=keep,
+        older_than_days=older_than,
+        run_id=run,
+        whole=all_,
+        yes=yes,
+        dry_run=dry_run,
+        as_json=json,
+    )
+
+
+@app.command
 def up(
     *,
     root: Root = None,

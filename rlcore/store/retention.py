@@ -34,9 +34,14 @@ def prune(objects: Objects, newest_first: Iterable[str], keep_last: int) -> list
         if is_pruned(objects, prefix):
             # Older ones were removed by the call that removed this one.
             break
-        objects.put(pruned_key(prefix), canonical_json({"pruned": utc_now()}))
-        for key in objects.list(prefix):
-            if key != pruned_key(prefix):
-                objects.delete(key)
+        remove_folder(objects, prefix)
         removed.append(prefix)
     return removed
+
+
+def remove_folder(objects: Objects, prefix: str) -> None:
+    """Remove a state or checkpoint on purpose."""
+    objects.put(pruned_key(prefix), canonical_json({"pruned": utc_now()}))
+    for key in objects.list(prefix):
+        if key != pruned_key(prefix):
+            objects.delete(key)
