@@ -2,14 +2,11 @@
 
 import os
 import signal
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import psutil
 import pytest
 from real_runs import Sluice, short, wait_for
+from run_processes import Which, is_actor, is_engine, pids, the_one
 
 ITERATIONS = 6
 SETS = ("--set", "rollout.health_check_timeout_s=3")
@@ -21,7 +18,7 @@ def test_a_run_survives_the_death_of_each_of_its_actors(tmp_path: Path) -> None:
     sluice("train", path, "--run-id", "calm", *SETS)
 
     process = sluice.start("train", path, "--run-id", "hurt", "--json", *SETS)
-    blows: list[tuple[int, Callable[[dict[str, Any]], bool], int]] = [
+    blows: list[tuple[int, Which, int]] = [
         (0, is_engine, signal.SIGKILL),
         (1, is_actor("TrainerActor"), signal.SIGKILL),
         (2, is_engine, signal.SIGSTOP),
@@ -76,38 +73,3 @@ def test_an_engine_that_never_stays_up_ends_the_run_and_says_so(tmp_path: Path) 
     shown = sluice.json("show", "down")
     assert shown["status"] == "failed"
     assert sluice.json("verify", "down")["ok"]
-
-
-# --- processes of a run ---------------------------------------------------------------------------
-
-Which = Callable[[dict[str, Any]], bool]
-
-
-def is_engine(info: dict[str, Any]) -> bool:
-    return "rlcore.engine.embedded" in info["cmdline"]
-
-
-def is_actor(kind: str) -> Which:
-    return lambda info: any(part.startswith(f"ray::{kind}") for part in info["cmdline"])
-
-
-def pids(process: subprocess.Popen[str], which: Which) -> list[int]:
-    """Processes that descend from the command and are such ones."""
-    try:
-        tree = psutil.Process(process.pid).children(recursive=True)
-    except psutil.NoSuchProcess:
-        return []
-    found = []
-    for one in tree:
-        try:
-            info = one.as_dict(["cmdline", "status"])
-        except psutil.NoSuchProcess:
-            continue
-        if info["cmdline"] and info["status"] != psutil.STATUS_ZOMBIE and which(info):
-            found.append(one.pid)
-    return found
-
-
-def the_one(process: subprocess.Popen[str], which: Which) -> int:
-    wait_for(lambda: len(pids(process, which)) == 1)
-    return pids(process, which)[0]

@@ -6,12 +6,14 @@ Run on a machine with a GPU and the extra `gpu`; skipped elsewhere.
 import importlib.util
 import os
 import runpy
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from real_runs import REPO, Sluice
+from real_runs import REPO, Sluice, wait_for
+from run_processes import is_actor, is_sglang, the_one
 
 from rlcore.engine.launch import EngineProcess
 from rlcore.engine.sglang import sglang_argv
@@ -70,3 +72,28 @@ def test_the_quickstart_trains_with_sglang(tmp_path: Path) -> None:
     assert sum(rewards[-3:]) > 2 * sum(rewards[:3])
     assert max(m["sync/canary_abs_diff"] for m in metrics) < 0.05
     assert sluice.json("verify", "gpu")["ok"]
+
+
+def test_a_run_survives_the_death_of_its_server_and_of_its_trainer(tmp_path: Path) -> None:
+    sluice, config = Sluice(tmp_path / "root", cwd=tmp_path), REPO / "examples/quickstart/gpu.toml"
+    sets = ["--set", "train.num_iterations=8", "--set", "rollout.health_check_timeout_s=5"]
+    process = sluice.start("train", str(config), "--run-id", "hurt", "--json", *sets)
+    blows = [
+        (0, is_sglang, signal.SIGKILL),
+        (2, is_actor("TrainerActor"), signal.SIGKILL),
+        (4, is_sglang, signal.SIGSTOP),
+    ]
+    for iteration, which, blow in blows:
+        wait_for(sluice.committed("hurt", iteration).exists, seconds=400)
+        os.kill(the_one(process, which), blow)
+    said = process.communicate(timeout=400)
+    assert process.returncode == 0, said
+
+    metrics = sluice.json("show", "hurt")["metrics"]
+    print("seconds", [round(m["seconds"], 1) for m in metrics])
+    print("canary", [m["sync/canary_abs_diff"] for m in metrics])
+    assert len(metrics) == 8
+    assert max(m["sync/canary_abs_diff"] for m in metrics) < 0.05
+    assert sum(m["cluster/engine_restarts"] for m in metrics) == 2
+    assert sum(m["cluster/trainer_restarts"] for m in metrics) == 1
+    assert sluice.json("verify", "hurt")["ok"]
