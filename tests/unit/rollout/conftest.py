@@ -12,6 +12,9 @@ import pytest
 import uvicorn
 from fastapi import FastAPI, Request, Response
 
+from rlcore.engine.launch import EngineProcess, embedded_argv
+from rlcore.net import free_port
+
 Answer = Callable[[Request], Awaitable[Any]]
 
 
@@ -117,3 +120,51 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = {"model_type": "qwen3", "vocab_size": 128, "max_position_embeddings": 64}
     (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+@pytest.fixture(scope="module")
+def real_model(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random Qwen3 with the character tokenizer."""
+    import shutil
+
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    folder = tmp_path_factory.mktemp("real")
+    shutil.copytree(model_folder, folder, dirs_exist_ok=True)
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=14,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def engines(
+    real_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[list[EngineProcess]]:
+    logs = tmp_path_factory.mktemp("logs")
+    made = []
+    for k in range(2):
+        port = free_port()
+        engine = EngineProcess(port)
+        argv = embedded_argv(real_model, port, weight_version="0", context_length=32)
+        engine.start(argv, logs / f"{k}.log")
+        made.append(engine)
+    for engine in made:
+        engine.wait_healthy(120)
+    yield made
+    for engine in made:
+        engine.stop()
