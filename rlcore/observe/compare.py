@@ -2,8 +2,8 @@
 
 Stages are compared by what they hold, since two runs that computed the same have different names,
 times and attempts in their manifests: rollouts by prompts, tokens and log-probs, scores by rewards,
-selections by what they keep, training by the state it ends with (by its figures, where neither
-saved one).
+selections by what they keep, training by the state it ends with (where one did not save it, by its
+settings and figures).
 """
 
 import hashlib
@@ -95,7 +95,7 @@ def _train_digest(manifest: Manifest, other: Manifest) -> Any:
     states = [m.extra.get("state") for m in (manifest, other)]
     if all(states):
         return states[0]["model_sha256"], states[0]["optimizer_sha256"]  # type: ignore[index]
-    return [manifest.metrics.get(name) for name in _TRAIN_FIGURES]
+    return manifest.config_digest, [manifest.metrics.get(name) for name in _TRAIN_FIGURES]
 
 
 def _manifest(store: RunStore, i: int, stage: str) -> Manifest:
