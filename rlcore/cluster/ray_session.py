@@ -48,11 +48,13 @@ def connect(address: str) -> bool:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     # Ray's workers would run at nice 15: behind Prefect's server wherever cores are few.
     os.environ.setdefault("RAY_worker_niceness", "0")
+    address = where_ray_is(address)
+    if address == LOCAL:
+        _keep_private()
     import ray
 
     if ray.is_initialized():
         return False
-    address = where_ray_is(address)
     options: dict[str, Any] = {
         "namespace": NAMESPACE,
         "log_to_driver": False,
@@ -103,6 +105,22 @@ def own_signals() -> Iterator[None]:
 def in_main_thread() -> bool:
     """Whether signal handlers may be set here."""
     return threading.current_thread() is threading.main_thread()
+
+
+def _keep_private() -> None:
+    """Have a private Ray listen on loopback alone, and serve only who has the user's token.
+
+    Ray replaces a loopback address by the machine's own, so that others can join, unless clusters
+    are off; the switch is named after the systems where that is the default. Both settings are read
+    when Ray is imported. Where it was before, `init` turns tokens on by itself.
+    """
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    if "ray" in sys.modules:
+        from ray._private import ray_constants
+
+        ray_constants.ENABLE_RAY_CLUSTER = False
+    else:
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
 
 
 def disconnect() -> None:

@@ -94,17 +94,17 @@ class TrainerActor:
         self._trainer: FsdpTrainer | None = None
         self._sync = WeightSync(rank)
         self._node_ranks: list[int] = []
+        self._listener: socket.socket | None = None
 
     # --- coming up --------------------------------------------------------------------------------
 
     def rendezvous(self) -> tuple[str, int]:
-        """Address and a free port of this rank's machine."""
+        """Address of this rank's machine in Ray's network, and a port where it listens."""
         import ray
 
         address = ray.util.get_node_ip_address()
-        with socket.socket() as probe:
-            probe.bind((address, 0))
-            return address, probe.getsockname()[1]
+        self._listener = socket.create_server((address, 0))
+        return address, self._listener.getsockname()[1]
 
     def init_process_group(self, epoch: int, address: str, port: int) -> None:
         """Join the other ranks; rank 0 listens at the address."""
@@ -118,12 +118,31 @@ class TrainerActor:
             "RANK": str(self._rank),
             "WORLD_SIZE": str(self._world),
         }
+        if address.startswith("127."):
+            # All ranks are on this machine: their connections stay on it.
+            for library in ("GLOO", "NCCL"):
+                os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
         cuda = self._spec.device == "cuda"
         if cuda:
             torch.cuda.set_device(0)
+        timeout = timedelta(seconds=self._spec.timeout_s)
+        # A store of its own making would listen on every address of the machine.
+        listening, self._listener = self._listener, None
+        store = dist.TCPStore(
+            address,
+            port,
+            self._world,
+            is_master=self._rank == 0,
+            timeout=timeout,
+            wait_for_workers=False,
+            master_listen_fd=listening.detach() if listening is not None else None,
+        )
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if cuda else "gloo",
-            timeout=timedelta(seconds=self._spec.timeout_s),
+            store=store,
+            rank=self._rank,
+            world_size=self._world,
+            timeout=timeout,
         )
         names: list[str] = [""] * self._world
         dist.all_gather_object(names, socket.gethostname())
