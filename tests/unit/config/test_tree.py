@@ -147,6 +147,22 @@ def test_every_fault_is_told_at_once() -> None:
             ("255", "256 must be a multiple of train.num_steps_per_rollout"),
         ),
         (
+            {"rollout": {"over_sampling_batch_size": 31}},
+            ("over_sampling_batch_size = 31 is less than", "rollout_batch_size = 32"),
+        ),
+        (
+            {"rollout": {"partial_rollout": True}},
+            ("partial_rollout = true, but nothing", "over_sampling_batch_size above", "= 32"),
+        ),
+        (
+            {"rollout": {"partial_rollout": True, "over_sampling_batch_size": 32}},
+            ("partial_rollout = true, but nothing", "rollout_batch_size = 32"),
+        ),
+        (
+            {"rollout": {"mask_offpolicy_in_partial_rollout": True}},
+            ("mask_offpolicy_in_partial_rollout = true needs", "partial_rollout = true"),
+        ),
+        (
             {"rollout": {"n_samples_per_prompt": 1, "rollout_batch_size": 256}},
             ("rollout.n_samples_per_prompt = 1", "algorithm.advantage_estimator", "2 or more"),
         ),
