@@ -1,4 +1,4 @@
-"""What `sluice log` and `sluice diff` print: how runs descend from each other, and how they differ."""
+"""What `sluice log` and `sluice diff` print: how runs descend, and where they part."""
 
 from typing import Any
 

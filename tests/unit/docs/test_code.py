@@ -19,6 +19,7 @@ from rlcore.rollout.filters import make_rule
 from rlcore.rollout.rewards import Scorer
 from rlcore.sample import Sample, Status
 from rlcore.store.objects import Objects
+from rlcore.store.run_store import record_digest
 
 REPO = Path(__file__).parents[3]
 FENCE = re.compile(r"^```(?P<kind>\w+)(?: file=(?P<file>\S+))?\n(?P<text>.*?)^```$", re.M | re.S)
@@ -76,7 +77,10 @@ def stored(written: Path) -> Path:
 def add(path: Path, key: str, more: dict[str, Any]) -> None:
     """Lay more on an object of a JSON file."""
     record = json.loads(path.read_text())
-    path.write_text(json.dumps(record | {key: record[key] | more}))
+    record |= {key: record[key] | more}
+    if "sha256" in record:
+        record["sha256"] = record_digest(record)
+    path.write_text(json.dumps(record))
 
 
 def group(*responses: str) -> list[Sample]:
