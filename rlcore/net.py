@@ -1,6 +1,10 @@
 """Small facts about this machine's network."""
 
+import contextlib
 import socket
+import time
+
+PAUSE_S = 0.2
 
 
 def free_port(host: str = "127.0.0.1", port: int = 0) -> int:
@@ -19,3 +23,16 @@ def free_port(host: str = "127.0.0.1", port: int = 0) -> int:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind((host, port))
         return int(probe.getsockname()[1])
+
+
+def listens(host: str, port: int, patience_s: float) -> bool:
+    """Whether something accepts connections at an address, or comes to within `patience_s`."""
+    deadline = time.monotonic() + patience_s
+    while (left := deadline - time.monotonic()) > 0:
+        with (
+            contextlib.suppress(OSError),
+            socket.create_connection((host, port), timeout=max(left, PAUSE_S)),
+        ):
+            return True
+        time.sleep(PAUSE_S)
+    return False

@@ -8,10 +8,11 @@ import json
 from importlib.util import find_spec
 from pathlib import Path
 
-from rlcore.cluster.ray_session import LOCAL, where_ray_is
+from rlcore.cluster.ray_session import LOCAL, check_head, where_ray_is
 from rlcore.config import ModelConfig, RunConfig
 from rlcore.data.dataset import check_dataset, first_rows
 from rlcore.errors import (
+    ClusterError,
     ConfigError,
     Corrupt,
     Fenced,
@@ -82,7 +83,11 @@ def check_writable(config: RunConfig) -> None:
 
 
 def check_engine(config: RunConfig) -> None:
-    """The engine is installed, where it runs beside this process."""
+    """The engine is installed, where it runs beside this process; else a Ray head is there."""
+    try:
+        check_head(config.cluster.ray_address)
+    except ClusterError as error:
+        raise ConfigError(str(error)) from None
     here = where_ray_is(config.cluster.ray_address) == LOCAL
     if here and config.rollout.engine == "sglang" and find_spec("sglang") is None:
         raise ConfigError(

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Iterator
 from typing import Any, TypeVar
 
 from rlcore.errors import ActorDied, ClusterError, SluiceError
+from rlcore.net import listens
 
 T = TypeVar("T")
 NAMESPACE = "sluice"
@@ -21,6 +22,8 @@ it.
 """
 LOCAL = "local"
 """The address that stands for a private Ray."""
+HEAD_PATIENCE_S = 5.0
+"""Seconds that a head which is starting has until it listens."""
 STARTS = 3
 """How often a private Ray is begun before a machine counts as too slow for it."""
 
@@ -28,6 +31,21 @@ STARTS = 3
 def where_ray_is(address: str) -> str:
     """The address that a setting means: `auto` is what the environment says, else `local`."""
     return os.environ.get("RAY_ADDRESS") or LOCAL if address == "auto" else address
+
+
+def check_head(address: str) -> None:
+    """Make sure that something listens where a Ray head should: Ray itself would try for minutes.
+
+    Raises:
+        ClusterError: nothing does.
+    """
+    address = where_ray_is(address)
+    host, _, port = address.rpartition(":")
+    if host and port.isdigit() and not listens(host, int(port), HEAD_PATIENCE_S):
+        raise ClusterError(
+            f"cluster.ray_address = {address!r}: nothing listens there; start a head with "
+            "`sluice up` or `ray start --head`, or use 'local'"
+        )
 
 
 def connect(address: str) -> bool:
@@ -49,6 +67,7 @@ def connect(address: str) -> bool:
     # Ray's workers would run at nice 15: behind Prefect's server wherever cores are few.
     os.environ.setdefault("RAY_worker_niceness", "0")
     address = where_ray_is(address)
+    check_head(address)
     if address == LOCAL:
         _keep_private()
     import ray
