@@ -14,6 +14,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from flows.credentials import fetch_credentials
 from flows.exit_codes import DONE, FAILED, INTERRUPTED
 from flows.progress import Progress
 from flows.server import PrefectServer
@@ -43,6 +44,7 @@ def run_training(config: RunConfig, *, root: str | None, as_json: bool) -> int:
     """
     began = time.perf_counter()
     config = named(config, root, f"{datetime.now():%Y%m%d-%H%M%S}")
+    asyncio.run(fetch_credentials(config.storage))
     preflight(config)
     shown = Progress(config, began, quiet=as_json)
     result: dict[str, Any] = {"run_id": config.run.id, "committed": config.train.num_iterations}

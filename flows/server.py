@@ -49,11 +49,13 @@ class PrefectServer:
             shutil.copyfile(empty_database(), self._database)
             self._new = False
         idle = {f"PREFECT_SERVER_SERVICES_{name}_ENABLED": "false" for name in IDLE_SERVICES}
-        env = server_env(home, self.api_url, f"sqlite+aiosqlite:///{self._database}") | idle
+        env = server_env(home, self.api_url, f"sqlite+aiosqlite:///{self._database.name}") | idle
         argv = server_argv(port)
+        # Named from its own folder: a database URL has no way to say '%', '?' or '#' in a path.
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 argv,
+                cwd=home,
                 env=env,
                 stdout=log,
                 stderr=log,
@@ -107,7 +109,7 @@ class PrefectServer:
 def server_argv(port: int) -> list[str]:
     """What `prefect server start` runs, without the seconds that its command takes."""
     app = "prefect.server.api.server:create_app"
-    argv = [sys.executable, "-m", "uvicorn", "--factory", app]
+    argv = [sys.executable, "-P", "-m", "uvicorn", "--factory", app]
     return [*argv, "--host", "127.0.0.1", "--port", str(port), "--log-level", "warning"]
 
 

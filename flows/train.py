@@ -13,6 +13,7 @@ from prefect.exceptions import ObjectNotFound
 from prefect.runtime import flow_run
 from prefect.states import Cancelled, Failed, State
 
+from flows.credentials import fetch_credentials
 from flows.deployed import (
     asked_for,
     asked_to_cancel,
@@ -66,6 +67,7 @@ async def rl_train(
         # The command line has checked the configuration and opened the run.
         return await train(config)
     config = asked_for(config, overrides, flow_run.id)
+    await fetch_credentials(config.storage)
     attempts = count_attempt(config, flow_run.id)
     if (excuse := too_many(config, attempts)) is not None:
         forget_attempts(config, flow_run.id)

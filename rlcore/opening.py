@@ -17,6 +17,7 @@ from rlcore.observe.history import iterations_asked
 from rlcore.run import Run, find_open, forget, set_current
 from rlcore.scratch import make_scratch, sweep_scratch
 from rlcore.store.branch import refer_to_parent
+from rlcore.store.credentials import all_options
 from rlcore.store.lease import Lease
 from rlcore.store.manifest import SCHEMA_VERSION, canonical_json
 from rlcore.store.objects import Objects
@@ -104,7 +105,7 @@ def named(config: RunConfig, root: str | None, run_id: str) -> RunConfig:
 
 def open_store(config: RunConfig) -> RunStore:
     """The store of a run's artifacts."""
-    objects = Objects.open(config.storage.root, config.storage.options)
+    objects = Objects.open(config.storage.root, all_options(config.storage))
     return RunStore(objects, config.run.id)
 
 
@@ -128,16 +129,21 @@ def create_or_check(store: RunStore, config: RunConfig) -> None:
     Raises:
         ConfigError: a run of this name exists with another configuration; names what differs.
     """
+    sources = sources_of(config)
     record = {
         "config": config.model_dump(mode="json"),
         "config_digest": config_digest(config),
         "code": __version__,
         "parent": None,
+        "sources": sources,
     }
     try:
-        store.create_run(record)
+        new = store.create_run(record)
     except Conflict:
         check_same(config, store.load_run())
+        raise
+    if not new:
+        check_sources(store.run_id, store.load_run().get("sources", {}), sources)
 
 
 def check_same(config: RunConfig, record: dict[str, Any]) -> None:

@@ -23,6 +23,7 @@ from rlcore.config import RunConfig, config_digest
 from rlcore.errors import ActorDied, ClusterError
 from rlcore.rollout.limits import Limits
 from rlcore.starting_model import model_digest, model_path
+from rlcore.store.credentials import all_options
 from rlcore.store.manifest import FileRef, chain_state_id, sha256_hex
 from rlcore.store.paths import new_attempt, run_prefix, stage_prefix, state_prefix
 from rlcore.store.run_store import RunStore
@@ -431,7 +432,7 @@ async def start_trainer(plan: FleetPlan, number: int) -> TrainerGroup:
             device="cuda" if plan.cuda else "cpu",
             model_folder=str(plan.model_folder),
             storage_root=config.storage.root,
-            storage_options=config.storage.options,
+            storage_options=all_options(config.storage),
             scratch=str(plan.scratch),
             trust_remote_code=config.model.trust_remote_code,
             timeout_s=config.train.deadline_s,
@@ -471,7 +472,7 @@ def rollout_plan(plan: FleetPlan) -> RolloutPlan:
         run_id=config.run.id,
         seed=config.run.seed,
         root=config.storage.root,
-        options=config.storage.options,
+        options=all_options(config.storage),
         model_folder=str(plan.model_folder),
         model=config.model,
         data=config.data,

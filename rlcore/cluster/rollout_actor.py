@@ -77,7 +77,7 @@ class RolloutPlan:
     run_id: str
     seed: int
     root: str
-    options: dict[str, Scalar]
+    options: dict[str, Scalar] = field(repr=False)
     model_folder: str
     model: ModelConfig
     data: DataConfig

@@ -17,7 +17,7 @@ import os
 import shutil
 import socket
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -53,7 +53,7 @@ class TrainerSpec:
     model_folder: str
     """Hugging Face folder of the starting model."""
     storage_root: str
-    storage_options: dict[str, Scalar]
+    storage_options: dict[str, Scalar] = field(repr=False)
     scratch: str
     """Local folder for what is on its way to or from the store."""
     trust_remote_code: bool = False

@@ -11,7 +11,9 @@ Invariants:
   a digest.
 """
 
+import re
 from typing import Annotated, ClassVar, Literal
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -34,6 +36,17 @@ class Section(BaseModel):
         use_attribute_docstrings=True,
     )
     OPERATIONAL: ClassVar[frozenset[str]] = frozenset()
+
+
+SECRET_WORDS = frozenset(
+    {"key", "secret", "token", "password", "passwd", "credential", "credentials", "sig"}
+)
+
+
+def _names_a_secret(name: str) -> bool:
+    """Whether a free argument of that name holds a secret, as `key`, `aws_session_token` do."""
+    words = [word for word in re.split(r"[^a-z]+", name.lower()) if word]
+    return bool(words) and (words[-1] in SECRET_WORDS or "secret" in words or "password" in words)
 
 
 class RunSection(Section):
@@ -366,9 +379,28 @@ class StorageConfig(Section):
     root: FilePath = "sluice-data"
     """Folder or URL (file://, s3://, memory://) of all runs."""
     options: dict[str, Scalar] = {}
-    """More arguments of the file system, such as endpoint_url; secrets go in the environment."""
+    """More arguments of the file system, such as endpoint_url; none that is a secret."""
+    credentials_block: str = ""
+    """Prefect block with the store's credentials: a Secret's name, or TYPE/NAME."""
     lease_ttl_s: Annotated[float, Field(ge=2)] = 120.0
     """Seconds after which a driver that shows no life loses the run."""
+
+    @model_validator(mode="after")
+    def _holds_no_secret(self) -> "StorageConfig":
+        for name, value in self.options.items():
+            if _names_a_secret(name) or "@" in urlsplit(str(value)).netloc:
+                raise ValueError(
+                    f"storage.options.{name} is a secret, and a configuration is stored and shown "
+                    "as it is: put it into the environment (FSSPEC_S3_KEY, FSSPEC_S3_SECRET, "
+                    "AWS_...), or name a Prefect block in storage.credentials_block"
+                )
+        if "@" in urlsplit(self.root).netloc:
+            raise ValueError(
+                "storage.root holds a user or password, and a configuration is stored and shown as "
+                "it is: put it into the environment (FSSPEC_S3_KEY, FSSPEC_S3_SECRET), or name a "
+                "Prefect block in storage.credentials_block"
+            )
+        return self
 
 
 class ClusterConfig(Section):
@@ -453,6 +485,11 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _backends_exist(self) -> "RunConfig":
+        if secret := next(filter(_names_a_secret, self.sglang), None):
+            raise ValueError(
+                f"sglang.{secret} is a secret, and a configuration is stored and shown as it is; "
+                "engines listen on loopback alone and need none: remove it"
+            )
         if self.train.backend == "megatron":
             raise ValueError("train.backend = 'megatron' does not exist yet; use 'fsdp'")
         if self.rollout.engine == "embedded" and self.sglang:

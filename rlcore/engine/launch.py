@@ -44,7 +44,7 @@ def embedded_argv(
     weight_version: str | None = None,
 ) -> list[str]:
     """The command of an embedded engine."""
-    argv = [sys.executable, "-m", "rlcore.engine.embedded"]
+    argv = [sys.executable, "-P", "-m", "rlcore.engine.embedded"]
     argv += ["--model-path", str(model_path), "--host", host, "--port", str(port)]
     argv += ["--dtype", dtype, "--device", device, "--threads", str(threads)]
     argv += ["--random-seed", str(random_seed)]

@@ -41,7 +41,7 @@ def sglang_argv(
                 "run's own settings."
             )
         arguments[key] = value
-    argv = [sys.executable, "-m", "sglang.launch_server"]
+    argv = [sys.executable, "-P", "-m", "sglang.launch_server"]
     for key, setting in arguments.items():
         option = f"--{key.replace('_', '-')}"
         if setting is None or setting is False:

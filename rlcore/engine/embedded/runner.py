@@ -43,7 +43,11 @@ class ModelRunner:
         self.device = torch.device(device)
         self.dtype = getattr(torch, dtype)
         model: Any = AutoModelForCausalLM.from_pretrained(
-            str(path), dtype=self.dtype, attn_implementation=attention.NAME, local_files_only=True
+            str(path),
+            dtype=self.dtype,
+            attn_implementation=attention.NAME,
+            local_files_only=True,
+            use_safetensors=True,
         )
         self.model = model
         self.model.to(self.device).eval().requires_grad_(False)

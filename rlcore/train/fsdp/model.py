@@ -110,6 +110,7 @@ def load_policy(
             attn_implementation=ATTENTION,
             local_files_only=True,
             trust_remote_code=trust_remote_code,
+            use_safetensors=True,
             output_loading_info=True,
         )
     except (OSError, ValueError, KeyError) as error:

@@ -9,6 +9,7 @@ A chunk of a tensor is stored under `name@offsets`, such as `model.lm_head.weigh
 
 Invariants:
 - Files are `shard-{rank}.safetensors` and `.metadata`; nothing else is written.
+- The metadata is a pickle, of which nothing is made but DCP's own records.
 - A reader maps the files and touches only what its own shards overlap.
 """
 
@@ -100,6 +101,32 @@ def _held(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+class _PlanUnpickler(pickle.Unpickler):
+    """Makes what DCP's metadata is made of, and nothing else: a pickle may name any function."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """The class, if it is one of a plan's."""
+        dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if not dtype and (module, name) not in _OF_A_PLAN:
+            raise pickle.UnpicklingError(f"{METADATA} names {module}.{name}, which no plan holds")
+        return super().find_class(module, name)
+
+
+_OF_A_PLAN = frozenset(
+    ("torch.distributed.checkpoint.metadata", name)
+    for name in (
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    )
+) | {("torch", "Size"), ("torch.serialization", "_get_layout")}
+
+
 class ShardReader(StorageReader):
     """Reads what `ShardWriter` wrote."""
 
@@ -112,7 +139,8 @@ class ShardReader(StorageReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """What the state holds, and where."""
-        metadata: Metadata = pickle.loads((self._folder / METADATA).read_bytes())
+        with (self._folder / METADATA).open("rb") as file:
+            metadata: Metadata = _PlanUnpickler(file).load()
         return metadata
 
     def set_up_storage_reader(
