@@ -16,12 +16,13 @@ from rlcore.fork_state import make_base_state
 from rlcore.observe.history import iterations_asked
 from rlcore.run import Run, find_open, forget, set_current
 from rlcore.scratch import make_scratch, sweep_scratch
+from rlcore.sources import Sources, check_sources, sources_of
 from rlcore.store.branch import refer_to_parent
 from rlcore.store.credentials import all_options
 from rlcore.store.lease import Lease
-from rlcore.store.manifest import SCHEMA_VERSION, canonical_json
+from rlcore.store.manifest import SCHEMA_VERSION, canonical_json, utc_now
 from rlcore.store.objects import Objects
-from rlcore.store.paths import outcome_key
+from rlcore.store.paths import driver_key, outcome_key
 from rlcore.store.run_store import RunStore
 
 log = logging.getLogger("sluice")
@@ -49,13 +50,15 @@ async def open_run(
         yield opened
         return
     store = open_store(config)
-    create_or_check(store, config)
+    sources = sources_of(config)
+    create_or_check(store, config, sources)
     lease = await Lease.acquired(store.objects, config.run.id, config.storage.lease_ttl_s)
     sweep_scratch()
     scratch = make_scratch(config.run.id)
     lease.start()
     # Until another word replaces it: a driver that is killed leaves none.
     put_outcome(store, config, "interrupted", "", lease.epoch)
+    put_driver(store, lease, sources)
     outcome, message = "interrupted", ""
     try:
         refer_to_parent(store, lease)
@@ -123,13 +126,13 @@ def is_complete(config: RunConfig) -> bool:
     return True
 
 
-def create_or_check(store: RunStore, config: RunConfig) -> None:
-    """Make the run's record, or make sure that the one there is of the same configuration.
+def create_or_check(store: RunStore, config: RunConfig, sources: Sources) -> None:
+    """Make the run's record, or make sure that the one there is of the same configuration and data.
 
     Raises:
-        ConfigError: a run of this name exists with another configuration; names what differs.
+        ConfigError: a run of this name exists with another configuration, or its data or model
+            changed; names what differs.
     """
-    sources = sources_of(config)
     record = {
         "config": config.model_dump(mode="json"),
         "config_digest": config_digest(config),
@@ -191,6 +194,19 @@ def leave(store: RunStore, config: RunConfig, lease: Lease, status: str, message
         lease.release()
     except StoreError as error:
         log.warning("how run %s ended could not be noted: %s", store.run_id, error)
+
+
+def put_driver(store: RunStore, lease: Lease, sources: Sources) -> None:
+    """Note who drives the run from here on, by which code. Manifests name it by its epoch."""
+    record = {
+        "schema_version": SCHEMA_VERSION,
+        "epoch": lease.epoch,
+        "holder": lease.holder,
+        "opened": utc_now(),
+        "code": __version__,
+        "sources": sources,
+    }
+    store.objects.put(driver_key(store.run_id, lease.epoch), canonical_json(record))
 
 
 def put_outcome(store: RunStore, config: RunConfig, status: str, message: str, epoch: int) -> None:

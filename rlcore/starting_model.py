@@ -57,8 +57,10 @@ def prepare_model(
 
 
 def model_digest(objects: Objects, run_id: str, model: ModelConfig) -> str:
-    """What names the starting model: its path, or the digests of the files that were built."""
-    return model.path or objects.get(model_listing_key(run_id)).decode()
+    """What names the starting model: its folder's name, or the digests of the files that were
+    built.
+    """
+    return model.path.rpartition("/")[2] or objects.get(model_listing_key(run_id)).decode()
 
 
 def _build(spec: str, seed: int, folder: Path) -> Path:

@@ -1,7 +1,8 @@
 """Digests of a configuration: equal digests mean that the same thing would be computed.
 
 Where a run is stored, how long things may take and how many processes help are no part of a digest,
-so a run can move to another machine and go on.
+and of a path only its last name is, so a run can move to another machine and go on. That a file
+still holds the same is for `rlcore.sources` to find.
 """
 
 import hashlib
@@ -9,6 +10,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from rlcore.config.fields import path_values
 from rlcore.config.tree import RunConfig, Section
 
 NOT_COMPUTED = frozenset({"storage", "cluster"})
@@ -35,8 +37,9 @@ def tree_digest(tree: Mapping[str, Any], *sections: str) -> str:
     """`config_digest` of a configuration as it is stored, whatever version of Sluice stored it."""
     names = sections or tuple(name for name in tree if name not in NOT_COMPUTED)
     constant = tree.get("train", {}).get("lr_schedule", "constant") == "constant"
+    placeless = _placeless(tree)
     computed = {
-        name: {k: v for k, v in tree[name].items() if not _is_operational(name, k, constant)}
+        name: {k: v for k, v in placeless[name].items() if not _is_operational(name, k, constant)}
         for name in names
     }
     text = json.dumps(computed, sort_keys=True, separators=(",", ":"))
@@ -53,3 +56,15 @@ def _is_operational(section: str, key: str, constant_rate: bool) -> bool:
         return True
     kind = RunConfig.model_fields[section].annotation if section in RunConfig.model_fields else None
     return isinstance(kind, type) and issubclass(kind, Section) and key in kind.OPERATIONAL
+
+
+def _placeless(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy in which a path is its last name."""
+    copy: dict[str, Any] = json.loads(json.dumps(tree))
+    for path in path_values(tree, RunConfig):
+        *way, last = path.name.split(".")
+        node: Any = copy
+        for step in way:
+            node = node[int(step) if isinstance(node, list) else step]
+        node[last] = path.value.rpartition("/")[2]
+    return copy

@@ -9,13 +9,14 @@ import difflib
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from rlcore.config.tree import RunConfig, Section, StorageConfig
+from rlcore.config.fields import path_kind, section_of
+from rlcore.config.tree import RunConfig, StorageConfig
 from rlcore.errors import ConfigError
 
 Tree = dict[str, Any]
@@ -135,8 +136,8 @@ def resolve_paths(tree: Tree, section: type[BaseModel] | None, folder: Path) -> 
     out = dict(tree)
     for name, field in section.model_fields.items():
         value = tree.get(name)
-        kind = _path_kind(field)
-        inner = _section_of(field)
+        kind = path_kind(field)
+        inner = section_of(field)
         if kind and isinstance(value, str):
             out[name] = _absolute(value, kind, folder)
         elif inner and isinstance(value, dict):
@@ -159,29 +160,11 @@ def _absolute(value: str, kind: str, folder: Path) -> str:
     return str((folder / Path(value).expanduser()).resolve())
 
 
-def _path_kind(field: FieldInfo) -> str | None:
-    for info in (
-        field,
-        *(m for arg in get_args(field.annotation) for m in getattr(arg, "__metadata__", ())),
-    ):
-        extra = getattr(info, "json_schema_extra", None)
-        if isinstance(extra, dict) and "sluice_path" in extra:
-            return str(extra["sluice_path"])
-    return None
-
-
-def _section_of(field: FieldInfo) -> type[Section] | None:
-    for kind in (field.annotation, *get_args(field.annotation)):
-        if isinstance(kind, type) and issubclass(kind, Section):
-            return kind
-    return None
-
-
 def _section_at(key: Sequence[str]) -> type[BaseModel] | None:
     section: type[BaseModel] | None = RunConfig
     for part in key:
         field = section.model_fields.get(part) if section else None
-        section = _section_of(field) if field else None
+        section = section_of(field) if field else None
     return section
 
 
@@ -217,7 +200,7 @@ def _real_keys(loc: tuple[str | int, ...]) -> tuple[str | int, ...]:
         elif section is not None:
             real.append(part)
             field = section.model_fields.get(part)
-            section = _section_of(field) if field else None
+            section = section_of(field) if field else None
             open_table = field is not None and get_origin(field.annotation) is dict
         elif open_table:
             real.append(part)
@@ -254,7 +237,7 @@ def _unknown_key(key: str, loc: tuple[str | int, ...]) -> str:
 
 
 def _names(field: FieldInfo) -> list[str]:
-    section = _section_of(field)
+    section = section_of(field)
     return list(section.model_fields) if section else []
 
 

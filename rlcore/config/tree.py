@@ -34,6 +34,9 @@ class Section(BaseModel):
         strict=True,
         allow_inf_nan=False,
         use_attribute_docstrings=True,
+        # Forms show the names that files, `--set` and error texts use.
+        model_title_generator=lambda kind: kind.__name__.removesuffix("Config").lower(),
+        field_title_generator=lambda name, _: name,
     )
     OPERATIONAL: ClassVar[frozenset[str]] = frozenset()
 
@@ -51,6 +54,8 @@ def _names_a_secret(name: str) -> bool:
 
 class RunSection(Section):
     """Identity of the run."""
+
+    model_config = ConfigDict(title="run")
 
     OPERATIONAL = frozenset({"id", "max_attempts"})
 
@@ -125,12 +130,6 @@ class RolloutConfig(Section):
     """`embedded` runs on CPU inside this package; `sglang` needs a GPU."""
     rollout_batch_size: PositiveInt = 32
     """Prompts an iteration."""
-    over_sampling_batch_size: PositiveInt | None = None
-    """Prompts begun at a time; the first rollout_batch_size to finish are used. None: no more."""
-    partial_rollout: bool = False
-    """Keep what over-sampling began and did not use, and go on with it in the next iteration."""
-    mask_offpolicy_in_partial_rollout: bool = False
-    """Do not train on tokens of older policies; kept groups that were whole are begun anew."""
     n_samples_per_prompt: PositiveInt = 8
     """Responses a prompt: the size of a group."""
     max_response_len: PositiveInt = 1024
@@ -147,12 +146,18 @@ class RolloutConfig(Section):
     """Token ids that end a response, beside the end-of-sequence id."""
     skip_special_tokens: bool = False
     """Leave special tokens out of the response text."""
-    custom_generate_function_path: FunctionPath | None = None
-    """A function `async generate(args, sample, sampling_params)` in place of one request."""
-    num_engines: PositiveInt | None = None
-    """Engines to run; default: cluster.rollout_num_gpus / cluster.rollout_num_gpus_per_engine."""
     context_length: PositiveInt | None = None
     """Longest prompt plus response of the engine; default: the model's."""
+    custom_generate_function_path: FunctionPath | None = None
+    """A function `async generate(args, sample, sampling_params)` in place of one request."""
+    over_sampling_batch_size: PositiveInt | None = None
+    """Prompts begun at a time; the first rollout_batch_size to finish are used. None: no more."""
+    partial_rollout: bool = False
+    """Keep what over-sampling began and did not use, and go on with it in the next iteration."""
+    mask_offpolicy_in_partial_rollout: bool = False
+    """Do not train on tokens of older policies; kept groups that were whole are begun anew."""
+    num_engines: PositiveInt | None = None
+    """Engines to run; default: cluster.rollout_num_gpus / cluster.rollout_num_gpus_per_engine."""
     max_running_requests: PositiveInt | None = None
     """Requests an engine works on at once; default: the engine's own choice."""
     concurrency: PositiveInt = 512
@@ -269,14 +274,8 @@ class TrainConfig(Section):
 
     OPERATIONAL = frozenset({"max_tokens_per_gpu", "deadline_s"})
 
-    backend: Literal["fsdp", "megatron"] = "fsdp"
-    """`fsdp` trains Hugging Face models as they are; `megatron` does not exist yet."""
     num_iterations: PositiveInt = 100
     """Iterations of the run."""
-    global_batch_size: PositiveInt = 256
-    """Samples an optimizer step."""
-    num_steps_per_rollout: PositiveInt = 1
-    """Optimizer steps an iteration."""
     lr: Annotated[float, Field(ge=0)] = 1e-6
     """Peak learning rate."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -285,16 +284,22 @@ class TrainConfig(Section):
     """Optimizer steps over which the learning rate rises from 0."""
     lr_min: Annotated[float, Field(ge=0)] = 0.0
     """Learning rate that linear and cosine end at."""
+    global_batch_size: PositiveInt = 256
+    """Samples an optimizer step."""
+    num_steps_per_rollout: PositiveInt = 1
+    """Optimizer steps an iteration."""
+    clip_grad: Annotated[float, Field(gt=0)] = 1.0
+    """Largest global gradient norm."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """AdamW's decoupled weight decay."""
     adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     """AdamW's first-moment decay."""
     adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.98
     """AdamW's second-moment decay."""
     adam_eps: Annotated[float, Field(gt=0)] = 1e-8
     """AdamW's epsilon."""
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """AdamW's decoupled weight decay."""
-    clip_grad: Annotated[float, Field(gt=0)] = 1.0
-    """Largest global gradient norm."""
+    backend: Literal["fsdp", "megatron"] = "fsdp"
+    """`fsdp` trains Hugging Face models as they are; `megatron` does not exist yet."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """Precision of forward and backward; the master weights stay float32."""
     max_tokens_per_gpu: PositiveInt = 8192
@@ -327,6 +332,8 @@ class WeightsConfig(Section):
 
 class EvalDataset(Section):
     """One held-out data set."""
+
+    model_config = ConfigDict(title="data set")
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")]
     """Name in the metrics."""
@@ -423,7 +430,9 @@ class ClusterConfig(Section):
 
 
 class RunConfig(Section):
-    """Everything a run is made of."""
+    """Everything a run is made of. What people change most comes first."""
+
+    model_config = ConfigDict(title="config")
 
     run: RunSection = RunSection()
     """Identity of the run."""
@@ -431,28 +440,28 @@ class RunConfig(Section):
     """The model that is trained."""
     data: DataConfig
     """The prompts to train on."""
-    rollout: RolloutConfig = RolloutConfig()
-    """How responses are generated."""
-    sglang: dict[str, Scalar] = {}
-    """Arguments of SGLang's server, by their own names."""
     reward: RewardConfig
     """How responses are scored."""
-    filter: FilterConfig = FilterConfig()
-    """Which groups are trained on."""
+    rollout: RolloutConfig = RolloutConfig()
+    """How responses are generated."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
     """Advantages and loss."""
     train: TrainConfig = TrainConfig()
     """The optimizer and the trainer."""
-    weights: WeightsConfig = WeightsConfig()
-    """How new weights reach the engines."""
     eval: EvalConfig = EvalConfig()
     """Evaluation during training."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """What is kept of the trained model."""
+    filter: FilterConfig = FilterConfig()
+    """Which groups are trained on."""
+    weights: WeightsConfig = WeightsConfig()
+    """How new weights reach the engines."""
     storage: StorageConfig = StorageConfig()
     """Where runs are kept."""
     cluster: ClusterConfig = ClusterConfig()
     """What the run takes of a Ray cluster."""
+    sglang: dict[str, Scalar] = {}
+    """Arguments of SGLang's server, by their own names."""
 
     @model_validator(mode="after")
     def _batches_add_up(self) -> "RunConfig":

@@ -60,6 +60,11 @@ def attempts_key(run_id: str, flow_run_id: str) -> str:
     return f"{run_prefix(run_id)}/attempts/{flow_run_id}.json"
 
 
+def driver_key(run_id: str, epoch: int) -> str:
+    """Who drove the run in an epoch of its lease, by which code; for people."""
+    return f"{run_prefix(run_id)}/drivers/{epoch:06d}.json"
+
+
 def outcome_key(run_id: str) -> str:
     """How the run's last driver ended; for display only."""
     return f"{run_prefix(run_id)}/outcome.json"

@@ -54,7 +54,7 @@ def test_a_run_that_is_driven_is_refused_before_anything_starts(tmp_path: Path) 
     path, root = short(tmp_path, iterations=1), tmp_path / "root"
     config = load_config(path, [f"storage.root={root}", "run.id=driven"])
     store = open_store(config)
-    create_or_check(store, config)
+    create_or_check(store, config, {})
     Lease.acquire(store.objects, "driven", "elsewhere:7:7")
     said = Sluice(root, cwd=tmp_path)("train", str(path), "--run-id", "driven", code=1)
     assert said.startswith("error: run driven is held by elsewhere:7:7")
@@ -87,7 +87,7 @@ def test_one_torn_record_hides_no_other_run(tmp_path: Path) -> None:
     for name in ("torn", "whole"):
         sets = [f"storage.root={root}", f"run.id={name}"]
         config = load_config(short(tmp_path, iterations=1), sets)
-        create_or_check(open_store(config), config)
+        create_or_check(open_store(config), config, {})
     record = root / "runs" / "torn" / "run.json"
     record.write_bytes(record.read_bytes()[:100])
 

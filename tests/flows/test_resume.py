@@ -1,14 +1,16 @@
 """Killed anywhere, a run goes on and ends with the same bits."""
 
+import shutil
 import signal
 from pathlib import Path
 
 import pytest
-from real_runs import Sluice, kill_tree, short, wait_for
+from real_runs import QUICKSTART, Sluice, kill_tree, short, wait_for
 
 
 @pytest.mark.timeout(600)
 def test_a_killed_run_ends_bit_equal_to_one_never_killed(sluice: Sluice, tmp_path: Path) -> None:
+    """And it may do so elsewhere: the runs, data and functions in other folders, no database."""
     config = short(tmp_path, iterations=7, more="state_interval = 2")
     sluice("train", str(config), "--run-id", "calm")
 
@@ -20,15 +22,32 @@ def test_a_killed_run_ends_bit_equal_to_one_never_killed(sluice: Sluice, tmp_pat
     assert left["status"] == "interrupted"
     assert 3 <= left["committed"] < 7
 
-    printed = sluice("resume", "killed")
+    there = Sluice(tmp_path / "elsewhere", tmp_path)
+    shutil.copytree(Path(sluice.root) / "runs", tmp_path / "elsewhere" / "runs")
+    files = shutil.copytree(QUICKSTART.parent, tmp_path / "files")
+    printed = there("resume", "killed", *moved_to(files))
     assert "7 iterations committed" in printed
-    assert sluice.json("verify", "killed")["ok"]
-    calm, killed = sluice.json("show", "calm"), sluice.json("show", "killed")
+    assert there.json("verify", "killed")["ok"]
+    calm, killed = there.json("show", "calm"), there.json("show", "killed")
     assert killed["state_sha256"] == calm["state_sha256"]
     assert [m["reward"] for m in killed["metrics"]] == [m["reward"] for m in calm["metrics"]]
     same = "select count(*) n from samples a join samples b using (iteration, index, tokens) "
-    rows = sluice.json("sql", same + "where a.run_id = 'calm' and b.run_id = 'killed'")
+    rows = there.json("sql", same + "where a.run_id = 'calm' and b.run_id = 'killed'")
     assert rows == [{"n": 7 * 64}]
+
+    (files / "prompts.jsonl").write_text('{"prompt": "7=", "label": "777"}\n')
+    said = there("resume", "killed", *moved_to(files), "--set", "train.num_iterations=8", code=2)
+    assert "data.path of run killed holds something else than when the run was made" in said
+
+
+def moved_to(folder: Path) -> list[str]:
+    """Settings of the quickstart for files in another folder."""
+    sets = [
+        f"model.build={folder}/model.py:build",
+        f"data.path={folder}/prompts.jsonl",
+        f"reward.custom_rm_path={folder}/reward.py:reward",
+    ]
+    return [word for one in sets for word in ("--set", one)]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

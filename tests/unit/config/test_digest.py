@@ -100,3 +100,11 @@ def test_the_digest_is_the_same_in_another_process(tmp_path: Path) -> None:
         cwd=tmp_path,
     )
     assert out.stdout.strip() == digest()
+
+
+def test_of_a_path_its_last_name_counts() -> None:
+    assert digest(["model.path=/mnt/model", "data.path=/mnt/train.jsonl"]) == digest()
+    assert digest(["data.path=/train.jsonl@[0:9]"]) != digest()
+    scored = "reward.custom_rm_path=/{}/mine.py:{}"
+    assert digest([scored.format("a", "f")]) == digest([scored.format("b", "f")])
+    assert digest([scored.format("a", "f")]) != digest([scored.format("a", "g")])
