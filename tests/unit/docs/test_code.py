@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from rlcore.config import load_config
+from rlcore.config.digest import tree_digest
 from rlcore.observe.sql import connect
 from rlcore.rollout.filters import make_rule
 from rlcore.rollout.rewards import Scorer
@@ -80,6 +81,8 @@ def add(path: Path, key: str, more: dict[str, Any]) -> None:
     record |= {key: record[key] | more}
     if "sha256" in record:
         record["sha256"] = record_digest(record)
+    if "config_digest" in record:
+        record["config_digest"] = tree_digest(record["config"])
     path.write_text(json.dumps(record))
 
 
