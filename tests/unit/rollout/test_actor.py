@@ -193,11 +193,11 @@ async def test_a_driver_of_an_older_lease_is_refused(plan: RolloutPlan, servers:
 async def test_an_engine_of_another_policy_fails_the_stage(
     plan: RolloutPlan, servers: list[Any]
 ) -> None:
-    actor = await made(plan, servers)
+    # So long it waits for an engine to get the right weights.
+    impatient = plan.rollout.model_copy(update={"start_timeout_s": 1.0, "request_retries": 1})
+    actor = await made(replace(plan, rollout=impatient), servers)
     servers[1].version = "8"
-    with pytest.raises(
-        EngineError, match=r"version '8', but the rollout is of version '9'|'0', but"
-    ):
+    with pytest.raises(EngineError, match="no engine answers with policy version '9'"):
         await actor.rollout(1, 0, "a", None, 9)
     await actor.close()
 
