@@ -91,7 +91,8 @@ def apply_deployments(
         ClusterError: the command failed; the error ends with what it said.
     """
     file = shipped("deployments") / "prefect.yaml"
-    argv = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--prefect-file", str(file)]
+    argv = [sys.executable, "-P", "-m", "prefect", "--no-prompt", "deploy"]
+    argv += ["--prefect-file", str(file)]
     argv += [part for name in names for part in ("--name", name)]
     done = subprocess.run(
         argv,

@@ -15,7 +15,9 @@ from prefect import get_client
 from prefect.client.orchestration import PrefectClient
 from prefect.client.schemas.objects import State
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
+from prefect.states import Cancelled
 
+from flows.leftovers import close_leftovers
 from rlcore.config import RunConfig
 from rlcore.config.load import with_values
 from rlcore.errors import NotFound
@@ -27,6 +29,7 @@ log = logging.getLogger("sluice")
 
 WATCH_INTERVAL_S = 2.0
 ASK_TIMEOUT_S = 3.0
+CLOSING_PATIENCE_S = 4.0
 
 
 def asked_for(config: RunConfig, overrides: Mapping[str, Any], flow_run_id: str) -> RunConfig:
@@ -116,6 +119,31 @@ async def cancelled_when_asked(client: PrefectClient, flow_run_id: UUID) -> Asyn
         yield
     finally:
         watching.cancel()
+
+
+class Ending:
+    """How a run ends that is stopped from outside: `open_run` asks once, when it does."""
+
+    def __init__(self, flow_run_id: UUID) -> None:
+        self._flow_run_id = flow_run_id
+        self.cancelled = False
+
+    def __call__(self) -> str:
+        """As the store records it."""
+        self.cancelled = asked_to_cancel(self._flow_run_id)
+        return "cancelled" if self.cancelled else "interrupted"
+
+
+async def cancelled_state(run_id: str, flow_run_id: UUID) -> State[Any]:
+    """The state to end a cancelled flow run with, after closing what it was interrupted in, such
+    as an iteration that was being made.
+    """
+    if (task := asyncio.current_task()) is not None:
+        task.uncancel()
+    with suppress(Exception):
+        async with asyncio.timeout(CLOSING_PATIENCE_S), get_client() as client:
+            await close_leftovers(client, run_id, flow_run_id, why="interrupted by the cancelling")
+    return Cancelled(message=f"What run {run_id} has committed is kept.")
 
 
 def is_cancelled(state: State[Any] | None) -> bool:

@@ -36,7 +36,12 @@ from rlcore.errors import ClusterError, ConfigError
 from rlcore.net import free_port
 
 POOL = "sluice-local"
-DEPLOYMENTS = ("rl-train/local",)
+DEPLOYMENTS = (
+    "rl-train/local",
+    "rl-iteration/one-shot",
+    "rl-evaluate/checkpoint",
+    "rl-gc/artifacts",
+)
 USUAL_PORT = 4200
 START_TIMEOUT_S = 180.0
 FLOWS_PATIENCE_S = 15.0
@@ -172,11 +177,12 @@ def start_server(stack: Stack) -> Daemon:
     home = stack.folder / "prefect"
     home.mkdir(parents=True, exist_ok=True)
     database = home / "prefect.db"
-    url = stack.database_url or f"sqlite+aiosqlite:///{database}"
+    # Named from its own folder: a database URL has no way to say '%', '?' or '#' in a path.
+    url = stack.database_url or f"sqlite+aiosqlite:///{database.name}"
     if not stack.database_url and not database.exists() and empty_database().exists():
         shutil.copyfile(empty_database(), database)
     env = server_env(home, stack.api_url, url)
-    return launch(stack, "server", server_argv(port), env)
+    return launch(stack, "server", server_argv(port), env, cwd=home)
 
 
 def wait_for_server(stack: Stack) -> None:
@@ -201,7 +207,7 @@ def start_ray(stack: Stack) -> Daemon:
         stack.folder.mkdir(parents=True, exist_ok=True)
         stack.token.touch(mode=0o600)
         stack.token.write_text(secrets.token_hex(32))
-    argv = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"]
+    argv = [sys.executable, "-P", "-m", "ray.scripts.scripts", "start", "--head", "--block"]
     argv += ["--node-ip-address", "127.0.0.1", "--port", str(port), "--temp-dir", stack.ray_temp]
     argv += ["--include-dashboard", "false", "--disable-usage-stats"]
     argv += ["--object-store-memory", str(OBJECT_STORE_BYTES)]
@@ -221,8 +227,9 @@ def start_ray(stack: Stack) -> Daemon:
 
 def start_worker(stack: Stack) -> None:
     """Start the worker, and wait until the server knows it."""
-    argv = [sys.executable, "-m", "prefect", "worker", "start", "--pool", POOL, "--type", "process"]
-    worker = launch(stack, "worker", [*argv, "--name", POOL], stack.env())
+    # -P: nothing is imported from the folder where `up` happened to be called.
+    argv = [sys.executable, "-P", "-m", "prefect", "worker", "start", "--type", "process"]
+    worker = launch(stack, "worker", [*argv, "--pool", POOL, "--name", POOL], stack.env())
     query = {"workers": {"status": {"any_": ["ONLINE"]}}}
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline and worker.alive():
@@ -233,10 +240,12 @@ def start_worker(stack: Stack) -> None:
     raise ClusterError(f"the worker did not start. {worker.tail()}")
 
 
-def launch(stack: Stack, name: str, argv: list[str], env: dict[str, str]) -> Daemon:
+def launch(
+    stack: Stack, name: str, argv: list[str], env: dict[str, str], cwd: Path | None = None
+) -> Daemon:
     """Start a process of the stack and put it on record at once."""
     log = stack.folder / "logs" / f"{name}.log"
-    stack.processes[name] = Daemon.start(argv, env, log, cwd=Path(stack.home))
+    stack.processes[name] = Daemon.start(argv, env, log, cwd=cwd or Path(stack.home))
     stack.save()
     return stack.processes[name]
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from contextlib import suppress
 from typing import Any
 from uuid import UUID
 
@@ -11,12 +10,13 @@ from prefect import flow, get_client
 from prefect.client.orchestration import PrefectClient
 from prefect.exceptions import ObjectNotFound
 from prefect.runtime import flow_run
-from prefect.states import Cancelled, Failed, State
+from prefect.states import Failed, State
 
 from flows.credentials import fetch_credentials
 from flows.deployed import (
+    Ending,
     asked_for,
-    asked_to_cancel,
+    cancelled_state,
     cancelled_when_asked,
     count_attempt,
     forget_attempts,
@@ -34,7 +34,6 @@ from rlcore.run import Run, find_open
 
 API_PATIENCE_S = 600.0
 DRAIN_PATIENCE_S = 2.0
-CLOSING_PATIENCE_S = 4.0
 NO_OVERRIDES: dict[str, Any] = {}
 
 
@@ -82,19 +81,12 @@ async def rl_train(
 
 async def train(config: RunConfig) -> dict[str, Any] | State[Any]:
     """Run all iterations that are not committed."""
-    own, task = UUID(flow_run.id), asyncio.current_task()
-    assert task is not None
+    own = UUID(flow_run.id)
     if is_complete(config):
         async with get_client() as client:
             await close_leftovers(client, config.run.id, own)
         return {"run_id": config.run.id, "committed": config.train.num_iterations, "metrics": {}}
-    ended = "interrupted"
-
-    def ending() -> str:
-        nonlocal ended
-        ended = "cancelled" if asked_to_cancel(own) else "interrupted"
-        return ended
-
+    ending = Ending(own)
     try:
         async with (
             get_client() as client,
@@ -103,18 +95,9 @@ async def train(config: RunConfig) -> dict[str, Any] | State[Any]:
         ):
             return await walk(run, client, own)
     except BaseException:
-        if ended != "cancelled":
+        if not ending.cancelled:
             raise
-        task.uncancel()
-        await leave_no_row_open(config.run.id, own)
-        return Cancelled(message=f"What run {config.run.id} has committed is kept.")
-
-
-async def leave_no_row_open(run_id: str, own: UUID) -> None:
-    """Close what cancelling has interrupted half-way, such as an iteration that was being made."""
-    with suppress(Exception):
-        async with asyncio.timeout(CLOSING_PATIENCE_S), get_client() as client:
-            await close_leftovers(client, run_id, own, why="interrupted by the cancelling")
+        return await cancelled_state(config.run.id, own)
 
 
 async def walk(run: Run, client: PrefectClient, own: UUID) -> dict[str, Any]:

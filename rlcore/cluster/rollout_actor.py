@@ -267,9 +267,19 @@ class RolloutActor:
         return StageReport(files=[ref], metrics=chosen.metrics, extra={"kept": chosen.kept})
 
     async def evaluate(
-        self, epoch: int, iteration: int, attempt: str, policy_version: int
+        self,
+        epoch: int,
+        iteration: int,
+        attempt: str,
+        policy_version: int,
+        folder: str | None = None,
     ) -> StageReport:
-        """Generate and score all evaluation prompts; a part each for `extra["datasets"]`."""
+        """Generate and score all evaluation prompts; a part each for `extra["datasets"]`.
+
+        Args:
+            epoch, iteration, attempt, policy_version: as those of `rollout`.
+            folder: of the parts; None: the iteration's own.
+        """
         self._fence(epoch)
         loaded, pool = await self._loaded(), self._engines()
         result = await evaluate(
@@ -282,7 +292,7 @@ class RolloutActor:
             version=str(policy_version),
         )
         files = [
-            await self._write_samples("evaluate", iteration, shard, attempt, samples)
+            await self._write_samples("evaluate", iteration, shard, attempt, samples, folder)
             for shard, samples in enumerate(result.samples)
         ]
         return StageReport(
@@ -333,11 +343,19 @@ class RolloutActor:
         return self._scores[1], self._scores[2]
 
     async def _write_samples(
-        self, stage: str, iteration: int, shard: int, attempt: str, samples: list[Sample]
+        self,
+        stage: str,
+        iteration: int,
+        shard: int,
+        attempt: str,
+        samples: list[Sample],
+        folder: str | None = None,
     ) -> FileRef:
         from rlcore.store.batch import samples_to_table, write_table
 
         key = part_key(self._plan.run_id, iteration, stage, shard, attempt)
+        if folder is not None:
+            key = f"{folder}/part-{shard:05d}.parquet"
         return await asyncio.to_thread(
             lambda: write_table(self._objects, key, samples_to_table(samples))
         )

@@ -94,6 +94,11 @@ def iteration_prefix(run_id: str, iteration: int) -> str:
     return f"{run_prefix(run_id)}/it/{iteration:06d}"
 
 
+def evaluation_prefix(run_id: str, iteration: int, attempt: str) -> str:
+    """Folder of an evaluation that was asked for beside the run: its parts and its manifest."""
+    return f"{run_prefix(run_id)}/evals/{iteration:06d}-{_checked(attempt)}"
+
+
 def model_prefix(run_id: str) -> str:
     """Folder of the starting model, where `model.build` made it."""
     return f"{run_prefix(run_id)}/model"
