@@ -130,7 +130,7 @@ def plan_fork(
         ConfigError: the configuration differs where it may not, or another run has the name.
     """
     check_committed(parent, iteration)
-    check_differences(differences(parent.load_run()["config"], config), rerun)
+    check_differences(parent.load_run()["config"], config, rerun)
     if rerun is not None:
         _check_shared(parent, iteration, config, rerun)
     shared = iteration if rerun is None else iteration - 1
@@ -164,13 +164,14 @@ def check_committed(store: RunStore, iteration: int) -> None:
         )
 
 
-def check_differences(found: list[Difference], rerun: str | None) -> None:
+def check_differences(old: Mapping[str, Any], new: Mapping[str, Any], rerun: str | None) -> None:
     """A fork's settings differ from its parent's only where that makes sense.
 
     Raises:
         ConfigError: names the setting and why it may not.
     """
-    fixed = [d for d in found if d.key == "run.seed" or d.key.split(".")[0] in ("model", "data")]
+    computed = [d for d in differences(old, new) if not _is_same(old, new, d.key.split(".")[0])]
+    fixed = [d for d in computed if d.key == "run.seed" or d.key.startswith(("model.", "data."))]
     if fixed:
         why = _WHY_FIXED[fixed[0].key.split(".")[0]]
         raise ConfigError(
@@ -181,12 +182,18 @@ def check_differences(found: list[Difference], rerun: str | None) -> None:
         return
     stages = SHARED_STAGES[rerun]
     taken = {section for stage in stages for section in STAGE_SECTIONS[stage]}
-    wrong = [d for d in found if d.key.split(".")[0] in taken]
+    wrong = [d for d in computed if d.key.split(".")[0] in taken]
     if wrong:
         raise ConfigError(
             f"a re-run of {rerun} takes {', '.join(stages)} as stored, so it cannot have "
             f"{'; '.join(map(str, wrong))}; use `sluice fork` to generate with other settings"
         )
+
+
+def _is_same(old: Mapping[str, Any], new: Mapping[str, Any], section: str) -> bool:
+    """Whether a section computes the same: paths may be those of another machine, for one."""
+    there = section in old and section in new
+    return there and tree_digest(old, section) == tree_digest(new, section)
 
 
 def _check_shared(parent: RunStore, first: int, config: Mapping[str, Any], rerun: str) -> None:
