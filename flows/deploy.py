@@ -83,7 +83,7 @@ def apply_deployments(
 
     Args:
         api_url: of the server.
-        names: as `flow/deployment`.
+        names: of deployments, without their flows'.
         env: what the file's `{{ $NAME }}` stand for, beside this process's environment.
         pool_home: Prefect's home folder for the command.
 

@@ -36,12 +36,8 @@ from rlcore.errors import ClusterError, ConfigError
 from rlcore.net import free_port
 
 POOL = "sluice-local"
-DEPLOYMENTS = (
-    "rl-train/local",
-    "rl-iteration/one-shot",
-    "rl-evaluate/checkpoint",
-    "rl-gc/artifacts",
-)
+DEPLOYMENTS = ("local", "one-shot", "checkpoint", "artifacts")
+"""Those of the local pool, by name: `prefect deploy` does not match the flows of module paths."""
 USUAL_PORT = 4200
 START_TIMEOUT_S = 180.0
 FLOWS_PATIENCE_S = 15.0
