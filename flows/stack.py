@@ -109,7 +109,6 @@ class Stack:
             "PREFECT_HOME": str(self.folder / "prefect"),
             "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",
             "PREFECT_WORKER_QUERY_SECONDS": "1",
-            "PREFECT_LOGGING_EXTRA_LOGGERS": "sluice",
             "SLUICE_ROOT": self.root,
             "RAY_USAGE_STATS_ENABLED": "0",
         }
