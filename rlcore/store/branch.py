@@ -133,6 +133,8 @@ def plan_fork(
     check_differences(parent.load_run()["config"], config, rerun)
     if rerun is not None:
         _check_shared(parent, iteration, config, rerun)
+    else:
+        _check_buffer(parent, iteration, config)
     shared = iteration if rerun is None else iteration - 1
     record = {
         "config": config,
@@ -206,6 +208,17 @@ def _check_shared(parent: RunStore, first: int, config: Mapping[str, Any], rerun
                 f"the {name} of iteration {first} is that of run {owner}, made with other settings "
                 f"than run {parent.run_id} has; re-run it from {owner}"
             )
+
+
+def _check_buffer(parent: RunStore, iteration: int, config: Mapping[str, Any]) -> None:
+    """Groups that the shared rollout began and did not use fit the fork, which uses them first."""
+    key = "rollout.n_samples_per_prompt"
+    found = [d for d in differences(parent.load_run()["config"], config) if d.key == key]
+    if found and _committed_stage(parent, iteration, "rollout").extra.get("buffer"):
+        raise ConfigError(
+            f"a fork after iteration {iteration} cannot have {found[0]}: that rollout left groups "
+            "of the old size for the next one; fork an iteration that left none"
+        )
 
 
 def check_same_fork(store: RunStore, record: Mapping[str, Any], given: Collection[str]) -> None:

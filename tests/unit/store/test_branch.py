@@ -2,15 +2,18 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from small_runs import SmallRun, config_tree, fork
 
+from rlcore.cluster.fleet import Fleet
+from rlcore.config import build_config
 from rlcore.errors import ConfigError, Conflict, Corrupt, NotFound
 from rlcore.observe.compare import compare_runs
 from rlcore.observe.history import records, summarise
 from rlcore.observe.sql import connect
+from rlcore.run import Run
 from rlcore.store import paths
 from rlcore.store.branch import drop_fork, forks_of, kept_state
 from rlcore.store.lineage import verify_run
@@ -159,6 +162,25 @@ def test_a_rerun_cannot_change_what_it_takes(rooted: Objects) -> None:
         fork(rooted, "c", 1, "b", rerun="train")
 
 
+def test_groups_that_a_rollout_left_over_fit_the_fork(disk: Objects) -> None:
+    run = SmallRun(disk, "a", config_tree("a"))
+    made = run._made
+
+    def leaving(i: int, name: str, inputs: dict[str, Any]) -> dict[str, Any]:
+        more = made(i, name, inputs)
+        if (i, name) == (1, "rollout"):
+            more["extra"] = {"buffer": run.folder(1, "rollout", "groups")}
+        return more
+
+    run._made = leaving  # type: ignore[method-assign]
+    run.run(2)
+    size = {"rollout": {"n_samples_per_prompt": 4}, "train": {"global_batch_size": 8}}
+    fork(disk, "a", 0, "b", **size)
+    with pytest.raises(ConfigError, match="left groups of the old size"):
+        fork(disk, "a", 1, "c", **size)
+    fork(disk, "a", 1, "c", rollout={"temperature": 0.5})
+
+
 def test_a_forks_own_rows_in_sql_and_the_rest_under_its_parent(rooted: Objects) -> None:
     fork(rooted, "a", 1, "b", train={"lr": 0.5})
     SmallRun(rooted, "b").run(4)
@@ -230,6 +252,31 @@ def test_a_state_that_was_pruned_is_not_kept(rooted: Objects, tmp_path: Path) ->
     prune(rooted, [m.extra["state"]["key_prefix"] for m in reversed(manifests)], keep_last=2)
     kept = [kept_state(store, i, manifest) is not None for i, manifest in enumerate(manifests)]
     assert kept == [False, False, True, True]
+
+
+def test_a_run_that_goes_on_keeps_what_its_forks_begin_with(rooted: Objects) -> None:
+    fork(rooted, "a", 1, "b", checkpoint={"keep_last": 1})
+    config = build_config(RunStore(rooted, "a").load_run()["config"])
+    kept = config.checkpoint.model_copy(update={"keep_last": 1})
+    for name, until in (("a", 6), ("b", 4)):
+        small = SmallRun(rooted, name).run(until)
+        own = config.model_copy(
+            update={"run": config.run.model_copy(update={"id": name}), "checkpoint": kept}
+        )
+        # Pruning asks nothing of the actors.
+        run = Run(own, small.store, small.lease, cast(Fleet, None))
+        run._prune(until - 1)
+    states = {
+        name: [i for i in range(store.first_own, until) if kept_of(store, i)]
+        for name, until in (("a", 6), ("b", 4))
+        if (store := RunStore(rooted, name))
+    }
+    assert states == {"a": [1, 5], "b": [3]}
+
+
+def kept_of(store: RunStore, i: int) -> bool:
+    found = store.stage(i, "train")
+    return found is not None and kept_state(store, i, found[0]) is not None
 
 
 def test_equal_runs_do_not_part(rooted: Objects) -> None:
