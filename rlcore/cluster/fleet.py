@@ -172,8 +172,8 @@ class Fleet:
     # --- rollout, reward, filter, evaluate
     # ----------------------------------------------------------
 
-    async def generate(self, i: int, cursor: dict[str, int] | None) -> Work:
-        """Responses to the prompts that follow `cursor`, by policy version i."""
+    async def generate(self, i: int, cursor: dict[str, Any] | None) -> Work:
+        """Responses to the prompts of the buffer and after `cursor`, by policy version i."""
         work = await self._by_worker("rollout", i, cursor, i)
         tokens = work.metrics["perf/tokens_per_gpu_per_sec"] * self._config.cluster.rollout_num_gpus
         return work.with_metrics({"perf/tokens_per_s": tokens}, policy_version=i)
