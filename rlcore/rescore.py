@@ -4,6 +4,7 @@ The new scores and the selection that follows from them are committed as stages 
 next stage is to train on them; what has changed is told from the stored tables.
 """
 
+import statistics
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -123,7 +124,7 @@ class Verdicts:
     def mean(self) -> float | None:
         """Mean reward of those that have one."""
         found = [r for r in self.rewards if r is not None]
-        return sum(found) / len(found) if found else None
+        return statistics.fmean(found) if found else None
 
     @property
     def kept(self) -> int:
