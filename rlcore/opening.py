@@ -16,7 +16,7 @@ from rlcore.fork_state import make_base_state
 from rlcore.observe.history import iterations_asked
 from rlcore.run import Run, find_open, forget, set_current
 from rlcore.scratch import make_scratch, sweep_scratch
-from rlcore.sources import Sources, check_sources, sources_of
+from rlcore.sources import Sources, sources_of
 from rlcore.store.branch import refer_to_parent
 from rlcore.store.credentials import all_options
 from rlcore.store.lease import Lease
@@ -127,11 +127,10 @@ def is_complete(config: RunConfig) -> bool:
 
 
 def create_or_check(store: RunStore, config: RunConfig, sources: Sources) -> None:
-    """Make the run's record, or make sure that the one there is of the same configuration and data.
+    """Make the run's record, or make sure that the one there is of the same configuration.
 
     Raises:
-        ConfigError: a run of this name exists with another configuration, or its data or model
-            changed; names what differs.
+        ConfigError: a run of this name exists with another configuration; names what differs.
     """
     record = {
         "config": config.model_dump(mode="json"),
@@ -141,12 +140,9 @@ def create_or_check(store: RunStore, config: RunConfig, sources: Sources) -> Non
         "sources": sources,
     }
     try:
-        new = store.create_run(record)
+        store.create_run(record)
     except Conflict:
         check_same(config, store.load_run())
-        raise
-    if not new:
-        check_sources(store.run_id, store.load_run().get("sources", {}), sources)
 
 
 def check_same(config: RunConfig, record: dict[str, Any]) -> None:

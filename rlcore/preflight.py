@@ -25,6 +25,7 @@ from rlcore.opening import check_same, open_store
 from rlcore.plugins import check_signature, load_checked, load_function
 from rlcore.rollout import rewards
 from rlcore.sample import Sample, Status
+from rlcore.sources import check_sources, sources_of
 from rlcore.store.lease import held_by, is_doubtful, is_held, read_lease
 
 
@@ -64,6 +65,7 @@ def check_run(config: RunConfig) -> None:
     except StoreError as error:
         raise ConfigError(f"storage.root = {root!r} cannot be used: {error}") from None
     check_same(config, record)
+    check_sources(config.run.id, record.get("sources", {}), sources_of(config))
     try:
         lease = read_lease(store.objects, config.run.id)
     except Corrupt:

@@ -197,10 +197,13 @@ class Run:
     async def sync_engines(self, version: int) -> Work:
         """Push policy `version` to the engines; one that goes down meanwhile is brought back."""
         while True:
+            before = self.fleet.engine_restarts
             try:
                 return await self.with_trainer(version, lambda: self.fleet.sync(version))
             except (EngineError, SyncError) as error:
-                if not await self.fleet.mend_engines():
+                await self.fleet.mend_engines()
+                # Or whoever watches them has brought one back in between.
+                if self.fleet.engine_restarts == before:
                     raise
                 log.error("%s; the weights are pushed again", error)
 

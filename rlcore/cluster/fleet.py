@@ -137,9 +137,14 @@ class Fleet:
             self._watching.cancel()
         self._watching = asyncio.ensure_future(self._actors.engines.watch(refill))
 
-    async def mend_engines(self) -> bool:
-        """Start the engines again that are down; whether any was."""
-        return bool(await self._actors.engines.mend())
+    async def mend_engines(self) -> None:
+        """Start the engines again that are down."""
+        await self._actors.engines.mend()
+
+    @property
+    def engine_restarts(self) -> int:
+        """How often an engine was started again since the last iteration was committed."""
+        return self._actors.engines.restarts
 
     @property
     def trainer_is_lost(self) -> bool:
