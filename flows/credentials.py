@@ -1,7 +1,6 @@
 """The store's credentials out of a Prefect block, into this process and nowhere else."""
 
 import json
-import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -33,10 +32,13 @@ async def fetch_credentials(storage: StorageConfig) -> None:
         ConfigError: there is no server to ask, no such block, or nothing of use in it.
     """
     block = storage.credentials_block
-    if not block or not (os.environ.get("PREFECT_API_URL") or _in_flow_run()):
-        return  # Opening the store says what is missing.
+    if not block:
+        return
     from prefect.blocks.core import Block
+    from prefect.settings import PREFECT_API_URL
 
+    if not PREFECT_API_URL.value():
+        return  # Opening the store says what is missing.
     slug = block if "/" in block else f"secret/{block}"
     what = f"storage.credentials_block = {block!r}"
     try:
@@ -49,12 +51,6 @@ async def fetch_credentials(storage: StorageConfig) -> None:
         ) from None
     options = _options(_plain(loaded), what)
     give(block, options)
-
-
-def _in_flow_run() -> bool:
-    from prefect.context import FlowRunContext
-
-    return FlowRunContext.get() is not None
 
 
 def _plain(block: Any) -> Any:
