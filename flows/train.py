@@ -25,7 +25,7 @@ from flows.deployed import (
 from flows.iteration import iteration
 from flows.leftovers import close_leftovers
 from flows.logs import logs_to_prefect
-from flows.report import Reporter
+from flows.report import Reporter, report_failure
 from rlcore.config import RunConfig
 from rlcore.errors import ClusterError, Conflict
 from rlcore.opening import is_complete, open_run
@@ -54,9 +54,11 @@ async def rl_train(
     A run of the same name goes on from what is committed, whichever flow run or machine began it.
 
     Args:
-        config: all settings. What is given here takes the place of the deployment's as a whole.
-        overrides: single settings in place of those of `config`, by their dotted names, as in
-            {"run.id": "first", "train.num_iterations": 20}.
+        config: All settings, filled in as the deployment has them. Given as JSON, it takes the
+            place of the deployment's as a whole.
+        overrides: Single settings in place of those of `config`, by their dotted names, as in
+            {"run.id": "first", "train.num_iterations": 20}. Meant for schedules and the command
+            line: in a form, change the fields and leave this empty.
 
     Returns:
         The run's id, the number of committed iterations and the last iteration's metrics.
@@ -70,12 +72,14 @@ async def rl_train(
     attempts = count_attempt(config, flow_run.id)
     if (excuse := too_many(config, attempts)) is not None:
         forget_attempts(config, flow_run.id)
+        await report_failure(config, excuse, UUID(flow_run.id))
         return Failed(message=excuse)
     try:
         preflight(config)
         return await train(config)
-    except Exception:
+    except Exception as error:
         forget_attempts(config, flow_run.id)
+        await report_failure(config, str(error), UUID(flow_run.id))
         raise
 
 
@@ -105,7 +109,7 @@ async def walk(run: Run, client: PrefectClient, own: UUID) -> dict[str, Any]:
     await close_leftovers(client, run.id, own)
     metrics: dict[str, float] = {}
     last = run.config.train.num_iterations
-    async with Reporter(run) as report:
+    async with Reporter(run, client, own) as report:
         for i in range(run.first_uncommitted(), last):
             await wait_for_api(client)
             done = await iteration(run.id, i)

@@ -44,7 +44,7 @@ def test_prefect_shows_every_iteration_and_stage(tmp_path: Path) -> None:
             assert any(text.startswith(f"{who}: iteration 1: ") for text in lines), told
 
         keys = {a["key"] for a in rows(server, "artifacts")}
-        assert keys == {"seen-progress", "seen-metrics", "seen-summary"}
+        assert keys == {"seen-progress", "seen-metrics", "seen-reward", "seen-summary"}
     finally:
         server.end()
         server.gone()
