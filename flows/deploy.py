@@ -1,7 +1,8 @@
 """Put Sluice's work pools, deployments and automations on a Prefect server.
 
-    python -m flows.deploy            with PREFECT_API_URL set: automations alone, for a server that
-                                      `prefect deploy` has been pointed at already
+    python -m flows.deploy KIND NAME...     with PREFECT_API_URL set: the work pool of that kind
+                                            (process, docker, kubernetes), these deployments of
+                                            prefect.yaml, and the automations
 
 Invariants:
 - Applying twice changes nothing: each object is found by its name and updated.
@@ -19,8 +20,9 @@ from typing import Any
 import httpx
 import yaml
 
-from rlcore.errors import ClusterError
+from rlcore.errors import ClusterError, ConfigError, SluiceError
 
+POOLS = {"process": "sluice-local", "docker": "sluice-gpu", "kubernetes": "sluice-gpu"}
 TIMEOUT_S = 60.0
 DEPLOY_TIMEOUT_S = 300.0
 
@@ -77,7 +79,7 @@ def apply_automations(api_url: str) -> None:
 
 
 def apply_deployments(
-    api_url: str, names: Sequence[str], env: Mapping[str, str], pool_home: Path
+    api_url: str, names: Sequence[str], env: Mapping[str, str], home: Path | None
 ) -> None:
     """Deploy some of `deployments/prefect.yaml`, as `prefect deploy` does.
 
@@ -85,7 +87,7 @@ def apply_deployments(
         api_url: of the server.
         names: of deployments, without their flows'.
         env: what the file's `{{ $NAME }}` stand for, beside this process's environment.
-        pool_home: Prefect's home folder for the command.
+        home: Prefect's folder for the command; None: as the environment says.
 
     Raises:
         ClusterError: the command failed; the error ends with what it said.
@@ -94,9 +96,10 @@ def apply_deployments(
     argv = [sys.executable, "-P", "-m", "prefect", "--no-prompt", "deploy"]
     argv += ["--prefect-file", str(file)]
     argv += [part for name in names for part in ("--name", name)]
+    own = {"PREFECT_HOME": str(home)} if home is not None else {}
     done = subprocess.run(
         argv,
-        env=os.environ | dict(env) | {"PREFECT_API_URL": api_url, "PREFECT_HOME": str(pool_home)},
+        env=os.environ | dict(env) | {"PREFECT_API_URL": api_url} | own,
         capture_output=True,
         text=True,
         timeout=DEPLOY_TIMEOUT_S,
@@ -116,5 +119,28 @@ def check(answer: httpx.Response, what: str) -> httpx.Response:
     return answer
 
 
+def main(kind: str, names: Sequence[str]) -> None:
+    """Put a pool, deployments and the automations on the server that the environment names.
+
+    Raises:
+        ConfigError: the environment lacks what prefect.yaml takes from it.
+        ClusterError: the server did not take something.
+    """
+    places = {"SLUICE_EXAMPLES": str(shipped("examples")), "SLUICE_HOME": str(Path.home())}
+    env = places | os.environ
+    needed = ["PREFECT_API_URL", "SLUICE_ROOT", *(["SLUICE_IMAGE"] if kind != "process" else [])]
+    if missing := [name for name in needed if not env.get(name)]:
+        raise ConfigError(f"set {' and '.join(missing)} in the environment")
+    if kind not in POOLS:
+        raise ConfigError(f"{kind!r} is no kind of pool; there are {', '.join(POOLS)}")
+    api_url = env["PREFECT_API_URL"]
+    apply_pool(api_url, POOLS[kind], kind)
+    apply_deployments(api_url, names, env, home=None)
+    apply_automations(api_url)
+
+
 if __name__ == "__main__":
-    apply_automations(os.environ["PREFECT_API_URL"])
+    try:
+        main(sys.argv[1], sys.argv[2:])
+    except (SluiceError, IndexError) as error:
+        sys.exit(f"error: {error}\n{__doc__}")

@@ -22,6 +22,7 @@ BROUGHT_ALONG = {
     "pydantic_core": "pydantic",
     "starlette": "fastapi",
     "tokenizers": "transformers",
+    "yaml": "pyyaml",
 }
 """Modules that come with a declared package and are named otherwise."""
 GPU_SET = {
