@@ -53,8 +53,7 @@ def check_sources(run_id: str, made_from: Mapping[str, str], now: Mapping[str, s
         if name.rpartition(".")[2] in ("path", "tokenizer"):
             raise ConfigError(
                 f"{name} of run {run_id} holds something else than when the run was made: put the "
-                f"old content back, or go on from a committed iteration with the new one as a run "
-                f"of its own: sluice fork {run_id} --iter N --as NEW"
+                "old content back, or start a new run"
             )
         log.warning(
             "%s of run %s was changed since the run was made: what is committed came from the old "

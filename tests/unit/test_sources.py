@@ -56,7 +56,7 @@ def test_a_copy_elsewhere_is_the_same(
 def test_data_or_a_model_that_changed_is_an_error(folder: Path, file: str) -> None:
     before = sources_of(config_in(folder))
     (folder / file).write_text("other")
-    with pytest.raises(ConfigError, match=r"of run r holds something else.*sluice fork r"):
+    with pytest.raises(ConfigError, match=r"of run r holds something else.*start a new run"):
         check_sources("r", before, sources_of(config_in(folder)))
 
 
