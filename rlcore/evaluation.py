@@ -11,16 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlcore.cluster.actors import CONTROL_DEADLINE_S, check_gpus
 from rlcore.cluster.engines import START_VERSION, Engines
-from rlcore.cluster.fleet import (
-    CONTROL_DEADLINE_S,
-    ROLLOUT_DEADLINE_S,
-    FleetPlan,
-    check_gpus,
-    engine_gpus,
-    engine_spec,
-    rollout_plan,
-)
+from rlcore.cluster.fleet import ROLLOUT_DEADLINE_S
+from rlcore.cluster.plan import FleetPlan, engine_gpus, engine_spec, rollout_plan
 from rlcore.cluster.ray_session import actor_class, call, gather
 from rlcore.cluster.rollout_actor import RolloutActor, StageReport
 from rlcore.config import EvalDataset, RunConfig, config_digest

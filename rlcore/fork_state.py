@@ -10,7 +10,8 @@ import logging
 from itertools import groupby
 from typing import Any
 
-from rlcore.cluster.fleet import FleetPlan, start_trainer
+from rlcore.cluster.actors import start_trainer
+from rlcore.cluster.plan import FleetPlan
 from rlcore.cluster.trainer_actor import SavedState
 from rlcore.cluster.trainer_group import TrainerGroup
 from rlcore.config import RunConfig, build_config, config_digest

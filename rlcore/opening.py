@@ -9,7 +9,8 @@ from typing import Any
 
 from rlcore import __version__
 from rlcore.cluster import ray_session
-from rlcore.cluster.fleet import Fleet, FleetPlan
+from rlcore.cluster.fleet import Fleet
+from rlcore.cluster.plan import FleetPlan
 from rlcore.config import RunConfig, build_config, config_digest
 from rlcore.errors import ConfigError, Conflict, StoreError
 from rlcore.fork_state import make_base_state

@@ -8,7 +8,8 @@ from real_runs import QUICKSTART, Sluice, short
 
 from flows.progress import Progress
 from rlcore.cluster import ray_session
-from rlcore.cluster.fleet import FleetPlan, check_gpus
+from rlcore.cluster.actors import check_gpus
+from rlcore.cluster.plan import FleetPlan
 from rlcore.config import load_config
 from rlcore.errors import ClusterError, PluginError, StoreError
 from rlcore.opening import create_or_check, leave, open_store

@@ -10,7 +10,7 @@ from prefect.blocks.system import Secret
 from prefect.testing.utilities import prefect_test_harness
 
 from flows.credentials import fetch_credentials
-from rlcore.cluster.fleet import FleetPlan, rollout_plan
+from rlcore.cluster.plan import FleetPlan, rollout_plan
 from rlcore.config import build_config, load_config
 from rlcore.config.tree import StorageConfig
 from rlcore.errors import ConfigError
@@ -69,7 +69,7 @@ def test_a_block_gives_credentials_that_are_written_nowhere(
         Secret(value=value).save("my-store")
         asyncio.run(fetch_credentials(config.storage))
     store = open_store(config)
-    create_or_check(store, config)
+    create_or_check(store, config, {})
     plan = rollout_plan(FleetPlan(config, store, 1, tmp_path))
     # Actors get them as arguments, and neither they nor the store show them.
     assert plan.options["secret"] == PLANTED

@@ -1,0 +1,105 @@
+"""What the actors of a run are started with: read off the configuration, before anything starts."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlcore.cluster.engine_actor import EngineSpec
+from rlcore.cluster.rollout_actor import RolloutPlan
+from rlcore.config import RunConfig, config_digest
+from rlcore.starting_model import model_digest, model_path
+from rlcore.store.credentials import all_options
+from rlcore.store.manifest import chain_state_id, sha256_hex
+from rlcore.store.paths import run_prefix
+from rlcore.store.run_store import RunStore
+from rlcore.train.trainer import DType
+
+
+@dataclass(frozen=True)
+class FleetPlan:
+    """What a fleet is started with."""
+
+    config: RunConfig
+    store: RunStore
+    epoch: int
+    scratch: Path
+    """Local folder of this driver, removed when it ends."""
+
+    def local(self, name: str) -> Path:
+        """A folder of the run if the store is local, where others can see it, else of the
+        scratch.
+        """
+        key = f"{run_prefix(self.config.run.id)}/{name}"
+        return self.store.objects.local_path(key) or self.scratch / name
+
+    @property
+    def model_folder(self) -> Path:
+        """The local folder of the starting model."""
+        config = self.config
+        return model_path(self.store.objects, self.store.origin, config.model, self.scratch)
+
+    def start_state(self) -> str:
+        """The id of the trainer's state before the first iteration."""
+        config = self.config
+        source = model_digest(self.store.objects, self.store.origin, config.model)
+        digest = config_digest(config, "run", "model")
+        return chain_state_id("start", [sha256_hex(source.encode())], digest)
+
+    @property
+    def cuda(self) -> bool:
+        """Whether trainers compute on GPUs."""
+        device = self.config.cluster.device
+        return device == "cuda" or (device == "auto" and self.config.rollout.engine == "sglang")
+
+    @property
+    def engine_dtype(self) -> DType:
+        """In which the engines hold weights."""
+        return "bfloat16" if self.config.rollout.engine == "sglang" else "float32"
+
+
+def engine_spec(plan: FleetPlan) -> EngineSpec:
+    """What each engine is started with."""
+    rollout = plan.config.rollout
+    return EngineSpec(
+        engine=rollout.engine,
+        model_path=str(plan.model_folder),
+        log_dir=str(plan.local("logs") / f"epoch-{plan.epoch:04d}"),
+        dtype=plan.engine_dtype,
+        context_length=rollout.context_length,
+        max_running_requests=rollout.max_running_requests,
+        tensor_parallel=plan.config.cluster.rollout_num_gpus_per_engine,
+        random_seed=plan.config.run.seed,
+        start_timeout_s=rollout.start_timeout_s,
+        check_interval_s=rollout.health_check_interval_s,
+        check_timeout_s=rollout.health_check_timeout_s,
+        sglang=plan.config.sglang,
+    )
+
+
+def rollout_plan(plan: FleetPlan) -> RolloutPlan:
+    """What the rollout worker is made with."""
+    config = plan.config
+    return RolloutPlan(
+        run_id=config.run.id,
+        seed=config.run.seed,
+        root=config.storage.root,
+        options=all_options(config.storage),
+        model_folder=str(plan.model_folder),
+        model=config.model,
+        data=config.data,
+        rollout=config.rollout,
+        reward=config.reward,
+        filter=config.filter,
+        eval=config.eval,
+        num_gpus=config.cluster.rollout_num_gpus,
+    )
+
+
+def engine_gpus(config: RunConfig) -> float:
+    """GPUs of one engine; half of each where the trainer shares them."""
+    each = config.cluster.rollout_num_gpus_per_engine
+    return each * 0.5 if config.cluster.colocate else float(each)
+
+
+def trainer_gpus(config: RunConfig) -> float:
+    """GPUs of one trainer rank."""
+    return 0.5 if config.cluster.colocate else 1.0
