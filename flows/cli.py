@@ -266,6 +266,33 @@ def down(*, root: Root = None) -> int:
     return end_stack(root_of(root))
 
 
+@app.command
+def wait(
+    run: RunName,
+    *,
+    timeout: Annotated[float | None, Parameter(help="Seconds after which to give up.")] = None,
+    root: Root = None,
+    json: Json = False,
+) -> int:
+    """Wait until a run has ended; the exit code says how."""
+    from flows.wait import wait_for_run
+
+    return wait_for_run(root_of(root), run, timeout_s=timeout, as_json=json)
+
+
+@app.command
+def doctor(
+    config: Annotated[Path | None, Parameter(help="TOML file of a run to check for.")] = None,
+    *,
+    root: Root = None,
+    json: Json = False,
+) -> int:
+    """Check what runs need: versions, Prefect, Ray, GPUs, the store."""
+    from flows.doctor import doctor as examine
+
+    return examine(root_of(root), config, as_json=json)
+
+
 @config_app.command(name="show")
 def config_show(config: Path, *, set: Sets = (), json: Json = False) -> None:
     """Print the configuration that a file and options come to."""
