@@ -200,8 +200,8 @@ class RolloutActor:
         )
         log.info("iteration %d: %s", iteration, shown(made.metrics))
         rolled = time.perf_counter()
-        ref = await self._write_samples("rollout", iteration, 0, attempt, made.samples)
-        self._batch = (_digests([ref]), made.samples)
+        files = await self._write_parts(iteration, attempt, made.samples)
+        self._batch = (_digests(files), made.samples)
         extra = {}
         if made.left:
             prefix = buffer_prefix(plan.run_id, iteration, attempt)
@@ -211,7 +211,7 @@ class RolloutActor:
         data = loaded.dataset
         counts = {"data/skipped_rows": data.skipped, "data/too_long_prompts": data.too_long}
         return StageReport(
-            files=[ref],
+            files=files,
             metrics=made.metrics | {name: float(n) for name, n in counts.items()},
             compute_seconds=made.generation_s,
             timings={
@@ -341,6 +341,17 @@ class RolloutActor:
             read = await asyncio.to_thread(read_scores, self._objects, files)
             self._scores = (_digests(files), *read)
         return self._scores[1], self._scores[2]
+
+    async def _write_parts(
+        self, iteration: int, attempt: str, samples: list[Sample]
+    ) -> list[FileRef]:
+        """Store a rollout, a large one in several parts."""
+        from rlcore.store.batch import write_samples
+
+        def key_of(part: int) -> str:
+            return part_key(self._plan.run_id, iteration, "rollout", part, attempt)
+
+        return await asyncio.to_thread(write_samples, self._objects, key_of, samples)
 
     async def _write_samples(
         self,

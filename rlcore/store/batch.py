@@ -14,15 +14,18 @@ import bisect
 import hashlib
 import itertools
 import json
+import os
 import queue
 import threading
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, BinaryIO
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, BinaryIO, TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rlcore.errors import Corrupt, DataError, NotFound
+from rlcore.sample import Sample
 from rlcore.store.files import damage_text, find_damage
 from rlcore.store.manifest import FileRef, Manifest
 from rlcore.store.objects import Objects
@@ -39,11 +42,17 @@ __all__ = [
     "rows_to_table",
     "samples_to_table",
     "table_to_samples",
+    "write_samples",
     "write_table",
 ]
 
+T = TypeVar("T")
+
 GROUP_BYTES = 8 << 20
 """Raw bytes of a row group: small enough to skip, large enough to compress."""
+PART_TOKENS = 4 << 20
+"""Tokens of a part: some 55 MB of columns."""
+_WRITERS = 8
 
 _SPLIT_TYPES = (pa.int32(), pa.int64(), pa.float32(), pa.float64())
 # (key, inode, mtime, digest) of local files found whole by this process; parts never change.
@@ -86,6 +95,49 @@ def write_table(objects: Objects, key: str, table: pa.Table) -> FileRef:
         finally:
             sink.close()
     return FileRef(key=key, bytes=sink.size, rows=table.num_rows, sha256=sink.hexdigest())
+
+
+def write_samples(
+    objects: Objects, key_of: Callable[[int], str], samples: Sequence[Sample]
+) -> list[FileRef]:
+    """Write a batch as parts of about `PART_TOKENS` tokens, which are encoded side by side.
+
+    One part is made a table while others are encoded, digested and stored, so that neither all
+    columns of a large batch nor all its bytes are in memory at once.
+
+    Args:
+        objects: the store.
+        key_of: number of a part, from 0 -> its key.
+        samples: the batch, in the order of its rows.
+
+    Raises:
+        DataError: a value does not fit its column; names the field and the row of the batch.
+        StoreError: the store refuses.
+    """
+    starts = _part_starts(samples)
+    if len(starts) == 1:
+        return [write_table(objects, key_of(0), samples_to_table(samples))]
+    writers = min(_WRITERS, os.cpu_count() or 1)
+    written: list[Future[FileRef]] = []
+    with ThreadPoolExecutor(writers, thread_name_prefix="parts") as threads:
+        for part, (start, end) in enumerate(itertools.pairwise([*starts, len(samples)])):
+            if part > writers:
+                written[part - writers - 1].result()
+            table = samples_to_table(samples[start:end], first_row=start)
+            written.append(threads.submit(write_table, objects, key_of(part), table))
+    return [one.result() for one in written]
+
+
+def _part_starts(samples: Sequence[Sample]) -> list[int]:
+    """The first row of each part; samples of a group stay together."""
+    starts, tokens = [0], 0
+    for row, sample in enumerate(samples):
+        begins_group = row == 0 or sample.group_index != samples[row - 1].group_index
+        if tokens >= PART_TOKENS and begins_group:
+            starts.append(row)
+            tokens = 0
+        tokens += len(sample.tokens)
+    return starts
 
 
 def read_table(
@@ -137,7 +189,7 @@ def read_parts(
     if not refs:
         raise DataError("a batch without files cannot be read; its stage wrote none")
     if rows is None:
-        return pa.concat_tables([read_table(objects, ref, columns) for ref in refs])
+        return pa.concat_tables(_side_by_side(lambda ref: read_table(objects, ref, columns), refs))
     ends: list[int] = []
     for ref in refs:
         ends.append(ref.rows + (ends[-1] if ends else 0))
@@ -145,17 +197,26 @@ def read_parts(
     wanted: dict[int, list[int]] = {}
     for row in rows:
         wanted.setdefault(bisect.bisect_right(ends, row), []).append(row)
-    tables: list[pa.Table] = []
+    asked: list[tuple[FileRef, list[int]]] = []
     place: dict[int, int] = {}
     for part, own in sorted(wanted.items()):
         start = ends[part] - refs[part].rows
         own = list(dict.fromkeys(own))
         place.update(zip(own, itertools.count(len(place))))
         local = [row - start for row in own]
-        tables.append(read_table(objects, refs[part], columns, local))
-    if not tables:
+        asked.append((refs[part], local))
+    if not asked:
         return read_table(objects, refs[0], columns, [])
+    tables = _side_by_side(lambda one: read_table(objects, one[0], columns, one[1]), asked)
     return pa.concat_tables(tables).take([place[row] for row in rows])
+
+
+def _side_by_side(read: Callable[[T], pa.Table], parts: Sequence[T]) -> list[pa.Table]:
+    """The tables of several parts, read by threads, in order."""
+    if len(parts) == 1:
+        return [read(parts[0])]
+    with ThreadPoolExecutor(min(_WRITERS, os.cpu_count() or 1, len(parts))) as threads:
+        return list(threads.map(read, parts))
 
 
 def read_samples(

@@ -26,6 +26,7 @@ from rlcore.store.batch import (
     rows_to_table,
     samples_to_table,
     table_to_samples,
+    write_samples,
     write_table,
 )
 from rlcore.store.objects import Objects
@@ -288,3 +289,38 @@ def test_a_full_disk_is_an_error_and_leaves_nothing(disk: Objects, monkeypatch: 
 def test_units_are_written(disk: Objects) -> None:
     for schema in (SAMPLES, SCORES, SELECTION):
         assert all(field.metadata[b"unit"] for field in schema)
+
+
+def test_a_large_batch_is_written_in_parts_and_read_as_one(
+    shared: Objects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlcore.store.batch.PART_TOKENS", 40)
+    samples = [
+        Sample(
+            prompt_id=f"p{n // 3}",
+            group_index=n // 3,
+            index=n,
+            tokens=list(range(n, n + 9)),
+            response_length=4,
+            rollout_log_probs=[-0.5 * n] * 4,
+            status=Status.COMPLETED,
+        )
+        for n in range(50)
+    ]
+    files = write_samples(shared, lambda part: f"parts/{part}", samples)
+    assert len(files) == 9 and [file.rows for file in files] == [6] * 8 + [2]
+    assert table_to_samples(read_parts(shared, files)) == samples
+    wanted = [49, 0, 7, 30, 7]
+    some = read_parts(shared, files, ["index", "tokens"], wanted)
+    assert some["index"].to_pylist() == wanted
+    assert write_samples(shared, lambda part: f"parts/{part}", samples) == files
+
+
+def test_what_does_not_fit_in_a_later_part_is_named_by_its_row(
+    disk: Objects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlcore.store.batch.PART_TOKENS", 2)
+    samples = [Sample(group_index=n, index=n, tokens=[1, 2]) for n in range(6)]
+    samples[4].tokens = [1, 2**31]
+    with pytest.raises(DataError, match="sample 4: field tokens does not fit"):
+        write_samples(disk, lambda part: f"parts/{part}", samples)
