@@ -8,7 +8,7 @@ BIN := .venv/bin
 # Named by content, so a checkout that only touches the files installs nothing again.
 INSTALLED := .venv/.installed-$(shell cat constraints.txt pyproject.toml | sha256sum | cut -c1-16)
 
-.PHONY: install quickstart test lint slow bench clean
+.PHONY: install quickstart test lint ui screenshots slow bench clean
 
 install: $(INSTALLED)
 
@@ -30,8 +30,19 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# Debian's chromium does; without one the tests say so and are skipped.
+ui: install
+	$(BIN)/python -m pytest -m ui tests/ui
+
+# The pictures of Prefect's pages in the docs, taken while the same tests run.
+screenshots: install
+	SLUICE_SCREENSHOTS=docs/images $(BIN)/python -m pytest -m ui tests/ui
+
 slow: install
 	$(BIN)/python -m pytest -m slow
+
+chaos: install
+	$(BIN)/python -m benchmarks.chaos
 
 bench: install
 	@missed=0; for file in benchmarks/[a-z]*.py; do \

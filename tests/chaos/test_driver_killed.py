@@ -3,6 +3,7 @@ if nothing had happened.
 """
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,12 +13,14 @@ from chaos_runs import (
     Point,
     chaos,
     every_point,
+    open_rows_at,
     open_rows_in,
     outcome,
     record,
     run_through,
     tiny,
 )
+from prefect_servers import prefect_server
 from real_runs import Sluice
 
 FEW = [
@@ -36,6 +39,10 @@ MORE = [
     Point("flow", "train", "parts", 2),
     Point("flow", "weight_sync", "middle", 2),
 ]
+ON_A_SERVER = [
+    Point("tree", "rollout", "parts", 0),
+    Point("flow", "train", "middle", 1),
+]
 STORE_ALONE = [
     Point("tree", "rollout", "committed", 0),
     Point("tree", "train", "parts", 1),
@@ -44,11 +51,25 @@ STORE_ALONE = [
 ]
 
 
+@pytest.mark.timeout(900)
 def test_killed_at_some_points(sluice: Sluice, tmp_path: Path, calm: Calm) -> None:
     with chaos("some", FEW, calm.usual) as faults:
         run_through(faults, sluice, tiny(tmp_path))
         assert_as_calm(faults, sluice, calm)
         record("driver", faults)
+
+
+@pytest.mark.timeout(600)
+def test_killed_with_prefect_on_postgresql(sluice: Sluice, tmp_path: Path, calm: Calm) -> None:
+    with (
+        prefect_server("postgresql", tmp_path / "prefect") as api_url,
+        chaos("served", ON_A_SERVER, calm.usual) as faults,
+    ):
+        run_through(faults, replace(sluice, env={"PREFECT_API_URL": api_url}), tiny(tmp_path))
+        assert outcome(tmp_path / "root", "served") == calm.outcome
+        faults.assert_nothing_left()
+        assert open_rows_at(api_url) == []
+        record("PostgreSQL", faults)
 
 
 @pytest.mark.chaos

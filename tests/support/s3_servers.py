@@ -37,6 +37,20 @@ class Server:
             "region_name": "us-east-1",
         }
 
+    @property
+    def conf(self) -> dict[str, str]:
+        """For `fsspec.config.conf["s3"]` of this process: what the variables of `env` say."""
+        return {"endpoint_url": self.endpoint, "key": KEY, "secret": SECRET}
+
+    def env(self, home: Path) -> dict[str, str]:
+        """What a command needs in its environment to reach the server, with a home of its own."""
+        return {
+            "FSSPEC_S3_KEY": KEY,
+            "FSSPEC_S3_SECRET": SECRET,
+            "FSSPEC_S3_ENDPOINT_URL": self.endpoint,
+            "HOME": str(home),
+        }
+
 
 def free_ports(count: int) -> list[int]:
     sockets = [socket.socket() for _ in range(count)]

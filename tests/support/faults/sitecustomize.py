@@ -8,8 +8,9 @@ SLUICE_FAULT lists points, joined by `;`, each `{signal}:{target}:{stage}:{phase
     target     tree      this driver and all that descend from it, itself first: nobody tidies up
                flow      this driver alone
                engine-N, rank-N, rollout    the process of an engine's server, of a trainer rank
-                         or of the rollout worker, below this process or the SLUICE_FAULT_ROOTS
-               pid-N     that process and all that descend from it
+                         or of the rollout worker, below this process or the stack's Ray head
+               server, worker    that process of the stack whose record SLUICE_FAULT_STACK names
+               ray       the stack's Ray head and all that descend from it
     stage      a stage's name, or `iteration` for its record
     phase      before      looked up and not found; its body has not begun
                middle@S    S seconds after its body began
@@ -20,7 +21,8 @@ SLUICE_FAULT lists points, joined by `;`, each `{signal}:{target}:{stage}:{phase
 Each point fires once: SLUICE_FAULT_DIR keeps a marker of those that did, so that the next driver of
 the run passes. What happened and when is in its `events.jsonl`, one JSON object a line.
 
-The driver takes the variables out of its environment, so that its children carry none of this.
+The driver takes itself out of its environment before it connects to Ray, so that its actors know
+nothing of this.
 """
 
 import os
@@ -50,7 +52,7 @@ def _arm(text, folder):
     from importlib.abc import Loader, MetaPathFinder
     from pathlib import Path
 
-    roots = [int(pid) for pid in os.environ.get("SLUICE_FAULT_ROOTS", "").split(",") if pid]
+    stack = os.environ.get("SLUICE_FAULT_STACK", "")
     points = [dict(zip(FIELDS, point.split(":"), strict=True)) for point in text.split(";")]
     folder = Path(folder)
 
@@ -79,6 +81,18 @@ def _arm(text, folder):
         except psutil.NoSuchProcess:
             return []
 
+    def words(process):
+        import psutil
+
+        try:
+            return process.cmdline()[:3]
+        except psutil.Error:
+            return []
+
+    def daemon(name):
+        """Process id of one of the stack's processes."""
+        return json.loads(Path(stack).read_text())["processes"][name]["pid"]
+
     def victims(target):
         """Processes to end, in order."""
         if target == "flow":
@@ -86,15 +100,18 @@ def _arm(text, folder):
         if target == "tree":
             return below(os.getpid())
         kind, _, number = target.partition("-")
-        if kind == "pid":
-            return below(int(number))
-        found = {p.pid: p for root in (os.getpid(), *roots) for p in below(root)}
+        if kind in ("server", "worker"):
+            return below(daemon(kind))[:1]
+        if kind == "ray":
+            return below(daemon(kind))
+        roots = [os.getpid(), *([daemon("ray")] if stack else [])]
+        found = {p.pid: p for root in roots for p in below(root)}
         mark = {
             "engine": "rlcore.engine.embedded",
             "rank": "ray::TrainerActor",
             "rollout": "ray::RolloutActor",
         }[kind]
-        matching = [p for p in found.values() if any(mark in part for part in p.cmdline()[:3])]
+        matching = [p for p in found.values() if any(mark in word for word in words(p))]
         matching.sort(key=lambda p: p.create_time())
         return matching[int(number or 0) :][:1]
 
@@ -203,16 +220,22 @@ def _arm(text, folder):
 
         module.RunStore.commit_iteration = commit_iteration
 
-    def patch_run(module):
-        """The first of a driver's modules: from here on its children inherit nothing of this."""
-        note(event="driver")
-        for name in ("SLUICE_FAULT", "SLUICE_FAULT_DIR", "SLUICE_FAULT_ROOTS"):
-            os.environ.pop(name, None)
-        path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-        os.environ["PYTHONPATH"] = os.pathsep.join(p for p in path if p != HERE)
+    def patch_session(module):
+        """From its connection to Ray on, the driver's children inherit nothing of this."""
+        original = module.connect
+
+        @functools.wraps(original)
+        def connect(*args, **kwargs):
+            if os.environ.pop("SLUICE_FAULT", None) is not None:
+                note(event="driver")
+                path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+                os.environ["PYTHONPATH"] = os.pathsep.join(p for p in path if p != HERE)
+            return original(*args, **kwargs)
+
+        module.connect = connect
 
     patches = {
-        "rlcore.run": patch_run,
+        "rlcore.cluster.ray_session": patch_session,
         "rlcore.store.run_store": patch_store,
         "tasks.stage": patch_stage,
     }
