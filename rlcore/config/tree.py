@@ -60,7 +60,7 @@ class RunSection(Section):
     OPERATIONAL = frozenset({"id", "max_attempts"})
 
     id: Annotated[str, Field(pattern=r"^([a-z0-9][a-z0-9._-]{0,79})?$")] = ""
-    """Name of the run: lower-case letters, digits, '.', '_', '-'. Empty: made from the date."""
+    """Name of the run: lower-case letters, digits, '.', '_', '-'. Empty: one is made up."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """Seeds shuffling, sampling and initialisation."""
     max_attempts: PositiveInt = 3
