@@ -122,16 +122,24 @@ async def cancelled_when_asked(client: PrefectClient, flow_run_id: UUID) -> Asyn
 
 
 class Ending:
-    """How a run ends that is stopped from outside: `open_run` asks once, when it does."""
+    """How a run ends that is stopped from outside: asked when it does, by `open_run` or after it
+    where the run was open before.
+    """
 
     def __init__(self, flow_run_id: UUID) -> None:
         self._flow_run_id = flow_run_id
-        self.cancelled = False
+        self._answer: bool | None = None
 
     def __call__(self) -> str:
         """As the store records it."""
-        self.cancelled = asked_to_cancel(self._flow_run_id)
         return "cancelled" if self.cancelled else "interrupted"
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether somebody cancelled the flow run. The first answer counts."""
+        if self._answer is None:
+            self._answer = asked_to_cancel(self._flow_run_id)
+        return self._answer
 
 
 async def cancelled_state(run_id: str, flow_run_id: UUID) -> State[Any]:

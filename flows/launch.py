@@ -122,14 +122,22 @@ async def _train(
     # The server boots, Prefect is imported and the actors come up side by side.
     ready = asyncio.ensure_future(asyncio.to_thread(_prefect_ready, server))
     watch = asyncio.ensure_future(_cancel_without(server, task))
+    ending = "interrupted"
     try:
-        async with open_run(config) as run:
+        async with open_run(config, lambda: ending) as run:
             rl_train = await ready
             shown.prefect(os.environ["PREFECT_API_URL"], own=server is not None)
             if only is not None:
                 return await _one(run, only)
             _report_to(shown)
-            result: dict[str, Any] = await rl_train(config)
+            from prefect.exceptions import CancelledRun
+
+            try:
+                result: dict[str, Any] = await rl_train(config)
+            except CancelledRun:
+                # Somebody pressed Cancel on its page.
+                ending = "cancelled"
+                raise asyncio.CancelledError from None
             return result
     except BaseException:
         if server is not None and not server.alive():

@@ -56,8 +56,8 @@ async def one_iteration(
             run.ahead = False
             await close_leftovers(client, run_id, own)
             return result(await run_iteration(run_id, i))
-    except BaseException:
-        if not ending.cancelled:
+    except BaseException as error:
+        if isinstance(error, Exception) or not ending.cancelled:
             raise
         return await cancelled_state(run_id, own)
 

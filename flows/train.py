@@ -98,8 +98,8 @@ async def train(config: RunConfig) -> dict[str, Any] | State[Any]:
             open_run(config, ending) as run,
         ):
             return await walk(run, client, own)
-    except BaseException:
-        if not ending.cancelled:
+    except BaseException as error:
+        if isinstance(error, Exception) or not ending.cancelled:
             raise
         return await cancelled_state(config.run.id, own)
 
