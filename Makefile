@@ -36,7 +36,7 @@ ui: install
 
 # The pictures of Prefect's pages in the docs, taken while the same tests run.
 screenshots: install
-	SLUICE_SCREENSHOTS=docs/images $(BIN)/python -m pytest -m ui tests/ui
+	SLUICE_SCREENSHOTS=docs/images $(BIN)/python -m pytest -m ui tests/ui --basetemp=/tmp/sluice-pages
 
 slow: install
 	$(BIN)/python -m pytest -m slow
