@@ -78,6 +78,7 @@ def connect(address: str) -> bool:
         "namespace": NAMESPACE,
         "log_to_driver": False,
         "logging_level": "ERROR",
+        "job_config": _job_config(),
     }
     if address == LOCAL:
         options |= {
@@ -124,6 +125,20 @@ def own_signals() -> Iterator[None]:
 def in_main_thread() -> bool:
     """Whether signal handlers may be set here."""
     return threading.current_thread() is threading.main_thread()
+
+
+def _job_config() -> Any:
+    """A job whose workers import nothing from the driver's working folder.
+
+    Ray puts that folder before all others on their path, unless the job brings its own.
+    """
+    from ray.job_config import JobConfig
+
+    class WithoutFolder(JobConfig):
+        def _runtime_env_has_working_dir(self) -> bool:
+            return True
+
+    return WithoutFolder()
 
 
 def _keep_private() -> None:
