@@ -22,7 +22,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import httpx
 import psutil
@@ -346,13 +345,3 @@ def locked(root: str) -> Iterator[None]:
                 f"another `sluice up` or `sluice down` of {root} is at work"
             ) from None
         yield
-
-
-def details(stack: Stack) -> dict[str, Any]:
-    """The stack in a few words, for `sluice doctor`."""
-    return {
-        "folder": str(stack.folder),
-        "api_url": stack.api_url,
-        "ray_address": stack.ray_address,
-        **{name: one.alive() for name, one in stack.processes.items()},
-    }

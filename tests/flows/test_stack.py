@@ -7,6 +7,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+from postgres import postgres
 from real_runs import QUICKSTART, Sluice, wait_for
 
 from flows.deploy import automations
@@ -142,12 +144,13 @@ def test_the_form_is_the_quickstart_with_help_and_defaults(up: Running) -> None:
     train = schema["definitions"]["TrainConfig"]["properties"]
     assert train["num_iterations"]["default"] == 100
     assert train["num_iterations"]["description"] == "Iterations of the run."
-    assert all(
-        "description" in one
+    bare = [
+        f"{name}.{key}"
         for name, section in schema["definitions"].items()
-        if name.endswith(("Config", "Section"))
-        for one in section["properties"].values()
-    )
+        for key, one in section["properties"].items()
+        if "description" not in schema["definitions"].get(one.get("$ref", "")[14:], one)
+    ]
+    assert bare == []
 
 
 def test_automations_are_there_once_however_often_they_are_applied(up: Running) -> None:
@@ -261,6 +264,32 @@ def test_a_run_that_keeps_crashing_fails_with_a_sentence(up: Running, tmp_path: 
     assert failed["state_type"] == "FAILED", failed["state"]
     assert "crashed 2 times without a new commit" in failed["state"]["message"]
     assert up.open_rows() == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("database", ["sqlite", "postgresql"])
+def test_a_run_that_goes_on_when_the_stack_ends_goes_on_after_the_next_up(database: str) -> None:
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="slc-")))
+        options = []
+        if database == "postgresql":
+            options = ["--database-url", stack.enter_context(postgres())]
+        sluice = Sluice(folder / "root", folder)
+        up = Running(sluice, folder / "root")
+        sluice("up", *options)
+        try:
+            flow_run = up.train("moved", **{"train.num_iterations": 8})
+            wait_for(sluice.committed("moved", 1).exists, 200)
+            members = up.processes()
+            sluice("down")
+            _, left = psutil.wait_procs(members, timeout=5)
+            assert [p.cmdline() for p in left] == []
+            sluice("up")
+            sluice("wait", "moved", "--timeout", "200")
+            assert up.ended(flow_run)["run_count"] == 2
+            assert sluice.json("verify", "moved")["ok"]
+        finally:
+            sluice("down")
 
 
 @pytest.mark.slow
