@@ -20,8 +20,8 @@ from flows.progress import Progress
 from flows.server import PrefectServer
 from rlcore.cluster.ray_session import connect, disconnect
 from rlcore.config import RunConfig
-from rlcore.errors import ClusterError, SluiceError
-from rlcore.opening import is_complete, named, open_run
+from rlcore.errors import ClusterError, SluiceError, StoreError
+from rlcore.opening import is_complete, named, open_run, open_store
 from rlcore.preflight import preflight
 from rlcore.run import Run
 
@@ -78,18 +78,35 @@ def drive(
         connect(config.cluster.ray_address)
         return DONE, asyncio.run(_train(config, shown, server, only))
     except SluiceError as error:
-        shown.failed(error)
+        shown.failed(complaint_of_the_disk(config) or error)
         return FAILED, {}
     except BaseException as error:
         if is_interruption(error):
             shown.interrupted()
             return INTERRUPTED, {}
-        # Nobody foresaw it, so its traceback is what a report of it needs.
-        traceback.print_exc()
-        shown.failed(error)
+        full = complaint_of_the_disk(config)
+        if full is None:
+            # Nobody foresaw it, so its traceback is what a report of it needs.
+            traceback.print_exc()
+        shown.failed(full or error)
         return FAILED, {}
     finally:
         _leave(server)
+
+
+def complaint_of_the_disk(config: RunConfig) -> StoreError | None:
+    """What the store says, if it lies on a local disk and cannot be written to.
+
+    Then it is the cause, whatever failed first: the private Prefect server's database, the
+    trainer's files and the engines' logs lie on the same disk.
+    """
+    if not config.storage.root.startswith(("/", "file://")):
+        return None
+    try:
+        open_store(config).objects.check_writable()
+    except StoreError as error:
+        return error
+    return None
 
 
 def is_interruption(error: BaseException) -> bool:
