@@ -1,7 +1,7 @@
 """Runs that are killed at chosen points, gone on with, and compared with one that never was.
 
-How it works. The driver runs with `tests/support/faults` on its PYTHONPATH and a list of points in
-SLUICE_FAULT. It kills itself (or one of its processes) at the first point that it reaches and that
+How it works. The driver runs with `tests/support/faults` on its PYTHONPATH and SLUICE_FAULT naming
+a list of points. It kills itself (or another process) at the first point that it reaches and that
 has not fired; whoever drives the run starts it again, and it meets the next point. So one short run
 takes many kills, and each costs one start. Three iterations hold every stage three times.
 
@@ -204,17 +204,23 @@ class Chaos:
     def __post_init__(self) -> None:
         self.faults = self.temp / "faults"
         self.faults.mkdir()
+        self.plan(self.points)
 
     def env(self) -> dict[str, str]:
         """What the driver finds in its environment."""
         path = [str(FAULTS), *filter(None, [os.environ.get("PYTHONPATH")])]
         return {
             "PYTHONPATH": os.pathsep.join(path),
-            "SLUICE_FAULT": ";".join(point.spec(self.usual) for point in self.points),
+            "SLUICE_FAULT": str(self.faults / "points"),
             "SLUICE_FAULT_DIR": str(self.faults),
             "SLUICE_FAULT_STACK": str(self.stack or ""),
             "TMPDIR": str(self.temp),
         }
+
+    def plan(self, points: list[Point]) -> None:
+        """What drivers that start from now on will meet."""
+        lines = [point.spec(self.usual) for point in points]
+        (self.faults / "points").write_text("\n".join(lines))
 
     def events(self) -> list[dict[str, Any]]:
         """What happened so far, in order."""
@@ -229,7 +235,8 @@ class Chaos:
     def assert_all_struck(self) -> None:
         """Every point was met, and found whom it was meant for."""
         struck = [event for event in self.events() if event["event"] == "fired"]
-        assert [event["point"] for event in struck if not event["victims"]] == []
+        missed = [event["point"] for event in struck if not event["victims"]]
+        assert not missed, missed
         met = {event["point"] for event in struck}
         missing = [p for p in self.points if p.spec(self.usual) not in met]
         assert not missing, (missing, met)

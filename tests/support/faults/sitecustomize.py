@@ -2,7 +2,7 @@
 
 Python imports this at start where the folder is on PYTHONPATH. Without SLUICE_FAULT it does
 nothing.
-SLUICE_FAULT lists points, joined by `;`, each `{signal}:{target}:{stage}:{phase}:{iteration}`:
+SLUICE_FAULT names a file with a point a line, each `{signal}:{target}:{stage}:{phase}:{iteration}`:
 
     signal     kill (SIGKILL) or stop (SIGSTOP: the process hangs)
     target     tree      this driver and all that descend from it, itself first: nobody tidies up
@@ -11,6 +11,7 @@ SLUICE_FAULT lists points, joined by `;`, each `{signal}:{target}:{stage}:{phase
                          or of the rollout worker, below this process or the stack's Ray head
                server, worker    that process of the stack whose record SLUICE_FAULT_STACK names
                ray       the stack's Ray head and all that descend from it
+               machine   the stack's worker and all that descend from it, the driver among them
     stage      a stage's name, or `iteration` for its record
     phase      before      looked up and not found; its body has not begun
                middle@S    S seconds after its body began
@@ -40,7 +41,7 @@ def _chain():
         exec(spec.loader.get_code("sitecustomize"), {"__name__": "sitecustomize"})
 
 
-def _arm(text, folder):
+def _arm(plan, folder):
     """Put the points in as soon as the modules that hold them are imported."""
     import functools
     import inspect
@@ -53,7 +54,9 @@ def _arm(text, folder):
     from pathlib import Path
 
     stack = os.environ.get("SLUICE_FAULT_STACK", "")
-    points = [dict(zip(FIELDS, point.split(":"), strict=True)) for point in text.split(";")]
+    points = [
+        dict(zip(FIELDS, point.split(":"), strict=True)) for point in Path(plan).read_text().split()
+    ]
     folder = Path(folder)
 
     def note(**event):
@@ -85,7 +88,7 @@ def _arm(text, folder):
         import psutil
 
         try:
-            return process.cmdline()[:3]
+            return process.cmdline()[:8]
         except psutil.Error:
             return []
 
@@ -102,8 +105,8 @@ def _arm(text, folder):
         kind, _, number = target.partition("-")
         if kind in ("server", "worker"):
             return below(daemon(kind))[:1]
-        if kind == "ray":
-            return below(daemon(kind))
+        if kind in ("ray", "machine"):
+            return below(daemon("ray" if kind == "ray" else "worker"))
         roots = [os.getpid(), *([daemon("ray")] if stack else [])]
         found = {p.pid: p for root in roots for p in below(root)}
         mark = {
@@ -113,7 +116,8 @@ def _arm(text, folder):
         }[kind]
         matching = [p for p in found.values() if any(mark in word for word in words(p))]
         matching.sort(key=lambda p: p.create_time())
-        return matching[int(number or 0) :][:1]
+        # One that is just being started again is not there: then another of its kind.
+        return [*matching[int(number or 0) :], *matching][:1]
 
     class Shot:
         """A point that is due, with its victims found and a shell that waits for the word.
