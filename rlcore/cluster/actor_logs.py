@@ -65,9 +65,28 @@ class Lines(logging.Handler):
         return lines
 
 
+TOLD = {
+    "rollout/response_len/mean": "response length",
+    "rollout/truncated_ratio": "truncated",
+    "rollout/failed": "failed",
+    "rollout/aborted": "aborted",
+    "perf/rollout_time": "seconds",
+    "train/loss": "loss",
+    "train/grad_norm": "grad norm",
+    "train/entropy": "entropy",
+    "train/train_rollout_logprob_abs_diff": "log-prob gap",
+    "train/lr": "lr",
+    "train/tokens": "tokens",
+    "train/samples_failed": "samples failed",
+    "train/seconds_train": "seconds",
+}
+"""Metrics that a log line tells, by the names it gives them; all are in the manifests."""
+
+
 def shown(metrics: Mapping[str, float]) -> str:
-    """Figures in one line."""
-    return ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+    """The figures that people look for, in one line."""
+    told = [f"{name} {metrics[key]:.4g}" for key, name in TOLD.items() if key in metrics]
+    return ", ".join(told)
 
 
 def tell(lines: list[Line], who: str) -> None:
