@@ -10,4 +10,6 @@ from tasks.stage import stage
 @stage("reward", sections=STAGE_SECTIONS["reward"], retries=2)
 async def reward(run: Run, i: int, rollout: StageRef) -> Work:
     """Score the samples; those that cannot be scored are marked failed and counted."""
-    return await run.fleet.score(i, rollout=run.store.manifest(rollout).files)
+    files = run.store.manifest(rollout).files
+    run.fleet.read_ahead(files)
+    return await run.fleet.score(i, rollout=files)

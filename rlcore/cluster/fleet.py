@@ -135,6 +135,10 @@ class Fleet:
         tokens = work.metrics["perf/tokens_per_gpu_per_sec"] * self._config.cluster.rollout_num_gpus
         return work.with_metrics({"perf/tokens_per_s": tokens}, policy_version=i)
 
+    def read_ahead(self, rollout: tuple[FileRef, ...]) -> None:
+        """Have the trainer read a rollout while others work on it."""
+        self._actors.trainer.read_ahead(rollout)
+
     async def score(self, i: int, rollout: tuple[FileRef, ...]) -> Work:
         """A score for each sample of a rollout."""
         return await self._by_worker("reward", i, rollout)

@@ -14,9 +14,10 @@ import logging
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlcore.cluster.actor_logs import Line, Lines, shown
 from rlcore.config.tree import (
@@ -54,6 +55,9 @@ from rlcore.sample import Sample
 from rlcore.store.manifest import FileRef
 from rlcore.store.objects import Objects
 from rlcore.store.paths import buffer_prefix, part_key
+
+if TYPE_CHECKING:
+    from rlcore.store.batch import SamplesWriter
 
 log = logging.getLogger("sluice.rollout")
 
@@ -195,12 +199,20 @@ class RolloutActor:
             iteration, plan.seed, plan.data.shuffle, cursor, str(policy_version), buffer
         )
         generator = Generator(plan.rollout, loaded.tokenizer, pool)
-        made = await rollout(
-            request, loaded.dataset, loaded.tokenizer, plan.rollout, generator, plan.num_gpus
-        )
-        log.info("iteration %d: %s", iteration, shown(made.metrics))
-        rolled = time.perf_counter()
-        files = await self._write_parts(iteration, attempt, made.samples)
+        with self._writer(iteration, attempt) as writer:
+            made = await rollout(
+                request,
+                loaded.dataset,
+                loaded.tokenizer,
+                plan.rollout,
+                generator,
+                plan.num_gpus,
+                ready=writer.add,
+            )
+            log.info("iteration %d: %s", iteration, shown(made.metrics))
+            rolled = time.perf_counter()
+            writer.add(made.samples[writer.count :])
+            files = await asyncio.to_thread(writer.finish)
         self._batch = (_digests(files), made.samples)
         extra = {}
         if made.left:
@@ -342,16 +354,13 @@ class RolloutActor:
             self._scores = (_digests(files), *read)
         return self._scores[1], self._scores[2]
 
-    async def _write_parts(
-        self, iteration: int, attempt: str, samples: list[Sample]
-    ) -> list[FileRef]:
-        """Store a rollout, a large one in several parts."""
-        from rlcore.store.batch import write_samples
+    def _writer(self, iteration: int, attempt: str) -> "closing[SamplesWriter]":
+        from rlcore.store.batch import SamplesWriter
 
         def key_of(part: int) -> str:
             return part_key(self._plan.run_id, iteration, "rollout", part, attempt)
 
-        return await asyncio.to_thread(write_samples, self._objects, key_of, samples)
+        return closing(SamplesWriter(self._objects, key_of))
 
     async def _write_samples(
         self,

@@ -33,6 +33,8 @@ from rlcore.train.trainer import DType, StateDigest, TrainReport
 from rlcore.weights.sync import SyncReport, SyncSpec, WeightSync
 
 if TYPE_CHECKING:
+    import pyarrow as pa
+
     from rlcore.train.fsdp.trainer import FsdpTrainer
     from rlcore.train.trainer import BatchFiles
 
@@ -94,6 +96,7 @@ class TrainerActor:
         self._trainer: FsdpTrainer | None = None
         self._sync = WeightSync(rank)
         self._node_ranks: list[int] = []
+        self._ahead: tuple[tuple[FileRef, ...], pa.Table] | None = None
         self._listener: socket.socket | None = None
 
     # --- coming up --------------------------------------------------------------------------------
@@ -204,15 +207,24 @@ class TrainerActor:
 
     # --- work -------------------------------------------------------------------------------------
 
+    def read_ahead(self, epoch: int, rollout: tuple[FileRef, ...]) -> None:
+        """Read a committed rollout that is going to be trained on, while it is scored."""
+        from rlcore.train.batch import read_rollout
+
+        self._check(epoch)
+        self._ahead = (rollout, read_rollout(self._objects, rollout))
+
     def train(self, epoch: int, prev: str, new: str, files: BatchFiles) -> TrainReport:
         """Train the committed batch: from state `prev` to state `new`."""
         from rlcore.train.batch import load_batch
 
         self._check(epoch)
         trainer = self._held()
+        ahead, self._ahead = self._ahead, None
         batch = load_batch(
             self._objects,
             files,
+            rollout=ahead[1] if ahead is not None and ahead[0] == files.rollout else None,
             train=self._spec.train,
             algorithm=self._spec.algorithm,
             rank=self._rank,

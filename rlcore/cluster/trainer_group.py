@@ -121,6 +121,12 @@ class TrainerGroup:
 
     # --- work -------------------------------------------------------------------------------------
 
+    def read_ahead(self, rollout: tuple[FileRef, ...]) -> None:
+        """Have every rank read a committed rollout. Does not wait; a failure shows in `train`."""
+        if not self.broken:
+            for actor in self._actors:
+                actor.read_ahead.remote(self._epoch, rollout)
+
     async def train(self, prev: str, new: str, files: BatchFiles) -> TrainReport:
         """Train a committed batch: from state `prev`, which must be held, to state `new`."""
         reports: list[TrainReport] = await self._all("train", self._epoch, prev, new, files)

@@ -27,6 +27,7 @@ from rlcore.sample import Sample, Status
 
 SETTING = "rollout.custom_generate_function_path"
 Params = dict[str, Any]
+Ready = Callable[[Sequence[Sample]], None]
 CustomGenerate = Callable[..., Awaitable[Sample]]
 
 OPEN = frozenset({Status.PENDING, Status.ABORTED})
@@ -118,13 +119,21 @@ class Generator:
             if "evaluation" in inspect.signature(self._custom).parameters:
                 self._extra = {"evaluation": evaluation}
 
-    async def run(self, samples: Sequence[Sample], group: int, version: str | None) -> list[Sample]:
+    async def run(
+        self,
+        samples: Sequence[Sample],
+        group: int,
+        version: str | None,
+        ready: Ready | None = None,
+    ) -> list[Sample]:
         """Generate for samples whose `tokens` hold the prompt and whose `seed` is set.
 
         Args:
             samples: pending or cut off; finished ones are given back as they are.
             group: neighbours that share a prompt.
             version: policy version that every engine call must report; None: any.
+            ready: is given samples in their order, each once, as soon as they are done while
+                others are not; those that it was not given are done at the end.
 
         Returns:
             The samples in their order. While the pool ends all requests some may still be pending
@@ -142,7 +151,8 @@ class Generator:
         todo = {k: sample for k, sample in enumerate(samples) if sample.status in OPEN}
         before = [list(sample.weight_versions) for sample in todo.values()]
         if self._custom is None:
-            made = await self._plain(list(todo.values()), params, group)
+            told = ready if len(todo) == len(samples) else None
+            made = await self._plain(list(todo.values()), params, group, told)
         else:
             made = await self._customized(list(todo.values()), params)
         for sample, earlier in zip(made, before, strict=True):
@@ -165,18 +175,34 @@ class Generator:
             )
         return params | {"max_new_tokens": budget, "sampling_seed": sample.seed}
 
-    async def _plain(self, samples: Sequence[Sample], params: Params, group: int) -> list[Sample]:
+    async def _plain(
+        self, samples: list[Sample], params: Params, group: int, ready: Ready | None
+    ) -> list[Sample]:
         requests = [GenerateRequest(s.tokens, self._own_params(s, params)) for s in samples]
-        results = await self.pool.generate(requests, group=group)
-        for sample, result in zip(samples, results, strict=True):
-            goes_on = sample.response_length > 0
-            apply_result(sample, result)
-            if goes_on:
-                # A character may lie on both sides of the cut.
-                sample.response = self._tokenizer.decode(
-                    sample.response_tokens, skip_special_tokens=self._config.skip_special_tokens
-                )
-        return list(samples)
+        ends: dict[int, int] = {}
+        told = 0
+
+        def done(start: int, results: list[GenerateResult]) -> None:
+            nonlocal told
+            for sample, result in zip(samples[start:], results, strict=False):
+                self._apply(sample, result)
+            ends[start] = start + len(results)
+            while told in ends:
+                start, told = told, ends[told]
+                if ready is not None:
+                    ready(samples[start:told])
+
+        await self.pool.generate(requests, group=group, done=done)
+        return samples
+
+    def _apply(self, sample: Sample, result: GenerateResult) -> None:
+        goes_on = sample.response_length > 0
+        apply_result(sample, result)
+        if goes_on:
+            # A character may lie on both sides of the cut.
+            sample.response = self._tokenizer.decode(
+                sample.response_tokens, skip_special_tokens=self._config.skip_special_tokens
+            )
 
     async def _customized(self, samples: Sequence[Sample], params: Params) -> list[Sample]:
         async def one(sample: Sample) -> Sample:

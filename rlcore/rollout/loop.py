@@ -16,7 +16,7 @@ from rlcore.config.tree import RolloutConfig
 from rlcore.data import Cursor, Dataset, Place, Prompt, places, plan, position_at, span
 from rlcore.rollout.buffer import Group, go_on, in_order, leave, line_up, number
 from rlcore.rollout.collect import first_whole
-from rlcore.rollout.generate import Generator, sample_seed
+from rlcore.rollout.generate import Generator, Ready, sample_seed
 from rlcore.rollout.groups import split_groups
 from rlcore.rollout.metrics import rollout_metrics
 from rlcore.sample import Sample, Status
@@ -69,6 +69,7 @@ async def rollout(
     config: RolloutConfig,
     generator: Generator,
     num_gpus: int = 1,
+    ready: Ready | None = None,
 ) -> RolloutBatch:
     """Generate one rollout.
 
@@ -79,6 +80,8 @@ async def rollout(
         config: the rollout section.
         generator: fills in the responses.
         num_gpus: of all engines, for the metrics.
+        ready: is given the batch's first samples while others are generated, whole groups at a
+            time, where it is known that they are in it.
 
     Raises:
         DataError: the data changed under the run, or a prompt cannot be used.
@@ -101,7 +104,7 @@ async def rollout(
     before = [sample.response_length for sample in number(groups)]
 
     began = time.perf_counter()
-    taken, rest = await _generate(groups, config, generator, request.version)
+    taken, rest = await _generate(groups, config, generator, request.version, ready)
     seconds = time.perf_counter() - began
 
     after = [s for group in in_order([*taken, *rest]) for s in group.samples]
@@ -116,7 +119,11 @@ async def rollout(
 
 
 async def _generate(
-    groups: list[Group], config: RolloutConfig, generator: Generator, version: str | None
+    groups: list[Group],
+    config: RolloutConfig,
+    generator: Generator,
+    version: str | None,
+    ready: Ready | None,
 ) -> tuple[list[Group], list[Group]]:
     """The groups that make the batch, and the others as far as they came; in order, both."""
     n, want = config.n_samples_per_prompt, config.rollout_batch_size
@@ -124,7 +131,7 @@ async def _generate(
         return await first_whole(
             groups, want, lambda samples: generator.run(samples, n, version), generator.pool
         )
-    done = await generator.run([s for group in groups for s in group.samples], n, version)
+    done = await generator.run([s for group in groups for s in group.samples], n, version, ready)
     pieces = zip(groups, split_groups(done), strict=True)
     return [Group(group.place, samples) for group, samples in pieces], []
 

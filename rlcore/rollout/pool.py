@@ -13,7 +13,7 @@ Invariants:
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -30,12 +30,16 @@ RECHECK_S = 1.0
 ABORT_AGAIN_S = 0.5
 """Seconds after which engines are told again to abort: a request may have been on its way."""
 LONGEST_PAUSE_S = 10.0
+CALL_TOKENS = 1 << 20
+"""Most tokens that a call may generate, unless a single group may generate more."""
 REFILLS = 8
 """Calls that share an engine's concurrency when there is more to do: as one ends, the next
 begins."""
 
 NOTHING = GenerateResult(tokens=[], log_probs=[], finish_reason="abort")
 """The answer to a request that was ended before an engine took it."""
+
+Done = Callable[[int, list[GenerateResult]], None]
 
 
 @dataclass(eq=False)
@@ -103,20 +107,32 @@ class EnginePool:
         await asyncio.gather(*(engine.client.close() for engine in self._engines))
 
     async def generate(
-        self, requests: Sequence[GenerateRequest], *, group: int = 1
+        self,
+        requests: Sequence[GenerateRequest],
+        *,
+        group: int = 1,
+        done: Done | None = None,
     ) -> list[GenerateResult]:
         """Continue many prompts in few HTTP calls, spread evenly over the engines.
 
         Args:
             requests: in any number.
             group: this many neighbours travel together, so that they share their prompt's cache.
+            done: is told of each call's results as they come: where they begin, and what they are.
 
         Raises:
             EngineError: a request failed on every attempt.
         """
-        size = self._call_size(len(requests), group)
-        chunks = [requests[i : i + size] for i in range(0, len(requests), size)]
-        found = await all_of(self._deliver(list(chunk)) for chunk in chunks)
+        longest = max((r.sampling_params.get("max_new_tokens", 0) for r in requests), default=0)
+        size = self._call_size(len(requests), group, longest)
+
+        async def call(start: int) -> list[GenerateResult]:
+            found = await self._deliver(list(requests[start : start + size]))
+            if done is not None:
+                done(start, found)
+            return found
+
+        found = await all_of(call(start) for start in range(0, len(requests), size))
         return [result for results in found for result in results]
 
     async def abort_all(self, calls: Collection[asyncio.Task[Any]]) -> None:
@@ -136,12 +152,18 @@ class EnginePool:
         finally:
             self.aborting = False
 
-    def _call_size(self, total: int, group: int) -> int:
-        """Requests a call: an even share of whole groups, small enough to refill a busy engine."""
+    def _call_size(self, total: int, group: int, longest: int) -> int:
+        """Requests a call: an even share of whole groups, small enough to refill a busy engine.
+
+        Long responses travel in smaller calls, so that the first can be stored while others are
+        generated.
+        """
         groups = -(-total // group)
         share = -(-groups // len(self._engines))
         if share * group > self.concurrency:
             share = max(1, self.concurrency // REFILLS // group)
+        if longest:
+            share = min(share, max(1, CALL_TOKENS // longest // group))
         return max(1, min(share * group, self.concurrency))
 
     async def _deliver(self, requests: list[GenerateRequest]) -> list[GenerateResult]:

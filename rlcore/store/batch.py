@@ -36,6 +36,7 @@ __all__ = [
     "SAMPLES",
     "SCORES",
     "SELECTION",
+    "SamplesWriter",
     "read_parts",
     "read_samples",
     "read_table",
@@ -50,8 +51,8 @@ T = TypeVar("T")
 
 GROUP_BYTES = 8 << 20
 """Raw bytes of a row group: small enough to skip, large enough to compress."""
-PART_TOKENS = 4 << 20
-"""Tokens of a part: some 55 MB of columns."""
+PART_TOKENS = 2 << 20
+"""Tokens of a part: some 27 MB of columns."""
 _WRITERS = 8
 
 _SPLIT_TYPES = (pa.int32(), pa.int64(), pa.float32(), pa.float64())
@@ -97,39 +98,81 @@ def write_table(objects: Objects, key: str, table: pa.Table) -> FileRef:
     return FileRef(key=key, bytes=sink.size, rows=table.num_rows, sha256=sink.hexdigest())
 
 
+class SamplesWriter:
+    """Writes a batch as parts of about `PART_TOKENS` tokens while it is made.
+
+    Give it the samples as they are ready, in the order of the rows, whole groups at a time, then
+    `finish`. Parts are turned into tables, encoded, digested and stored by threads, so that whoever
+    generates the rest is not held up, and neither all columns of a large batch nor all its bytes
+    are in memory at once.
+    """
+
+    def __init__(self, objects: Objects, key_of: Callable[[int], str]) -> None:
+        """
+        Args:
+            objects: the store.
+            key_of: number of a part, from 0 -> its key.
+        """
+        self._objects = objects
+        self._key_of = key_of
+        self._open: list[Sample] = []
+        self._rows = 0
+        self._parts: list[Future[FileRef]] = []
+        self._threads = ThreadPoolExecutor(min(_WRITERS, os.cpu_count() or 1), "parts")
+
+    @property
+    def count(self) -> int:
+        """How many samples it has been given."""
+        return self._rows + len(self._open)
+
+    def add(self, samples: Sequence[Sample]) -> None:
+        """The next samples. They must not change any more."""
+        self._open += samples
+        *full, rest = itertools.pairwise([*_part_starts(self._open), len(self._open)])
+        for start, end in full:
+            self._write(self._open[start:end])
+        self._open = self._open[rest[0] :]
+
+    def finish(self) -> list[FileRef]:
+        """Write what is left; all parts, once they are stored.
+
+        Raises:
+            DataError: a value does not fit its column; names the field and the row of the batch.
+            StoreError: the store refuses.
+        """
+        if self._open or not self._parts:
+            self._write(self._open)
+        self._open = []
+        try:
+            return [part.result() for part in self._parts]
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Give up what is not written yet."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _write(self, samples: list[Sample]) -> None:
+        first_row, key = self._rows, self._key_of(len(self._parts))
+
+        def write() -> FileRef:
+            return write_table(self._objects, key, samples_to_table(samples, first_row=first_row))
+
+        self._parts.append(self._threads.submit(write))
+        self._rows += len(samples)
+
+
 def write_samples(
     objects: Objects, key_of: Callable[[int], str], samples: Sequence[Sample]
 ) -> list[FileRef]:
-    """Write a batch as parts of about `PART_TOKENS` tokens, which are encoded side by side.
-
-    One part is made a table while others are encoded, digested and stored, so that neither all
-    columns of a large batch nor all its bytes are in memory at once.
-
-    Args:
-        objects: the store.
-        key_of: number of a part, from 0 -> its key.
-        samples: the batch, in the order of its rows.
-
-    Raises:
-        DataError: a value does not fit its column; names the field and the row of the batch.
-        StoreError: the store refuses.
-    """
-    starts = _part_starts(samples)
-    if len(starts) == 1:
-        return [write_table(objects, key_of(0), samples_to_table(samples))]
-    writers = min(_WRITERS, os.cpu_count() or 1)
-    written: list[Future[FileRef]] = []
-    with ThreadPoolExecutor(writers, thread_name_prefix="parts") as threads:
-        for part, (start, end) in enumerate(itertools.pairwise([*starts, len(samples)])):
-            if part > writers:
-                written[part - writers - 1].result()
-            table = samples_to_table(samples[start:end], first_row=start)
-            written.append(threads.submit(write_table, objects, key_of(part), table))
-    return [one.result() for one in written]
+    """Write a batch that is there; see `SamplesWriter`."""
+    writer = SamplesWriter(objects, key_of)
+    writer.add(samples)
+    return writer.finish()
 
 
 def _part_starts(samples: Sequence[Sample]) -> list[int]:
-    """The first row of each part; samples of a group stay together."""
+    """The first row of each part, the last of which may grow; groups stay together."""
     starts, tokens = [0], 0
     for row, sample in enumerate(samples):
         begins_group = row == 0 or sample.group_index != samples[row - 1].group_index

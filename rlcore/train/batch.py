@@ -34,6 +34,7 @@ from rlcore.config.tree import AlgorithmConfig, TrainConfig
 from rlcore.errors import DataError
 from rlcore.sample import Status
 from rlcore.store.batch import read_parts
+from rlcore.store.manifest import FileRef
 from rlcore.store.objects import Objects
 from rlcore.train.trainer import BatchFiles, TrainBatch, TrainStep
 
@@ -48,6 +49,15 @@ SAMPLE_COLUMNS = (
 )
 
 
+def read_rollout(objects: Objects, rollout: Sequence[FileRef]) -> pa.Table:
+    """What training needs of a rollout's samples.
+
+    Raises:
+        Corrupt: a part is not what was committed.
+    """
+    return read_parts(objects, rollout, SAMPLE_COLUMNS)
+
+
 def load_batch(
     objects: Objects,
     files: BatchFiles,
@@ -56,14 +66,22 @@ def load_batch(
     algorithm: AlgorithmConfig,
     rank: int,
     world: int,
+    rollout: pa.Table | None = None,
 ) -> TrainBatch:
     """Reads a batch and takes the share of one rank.
+
+    Args:
+        objects: the store.
+        files: the parts.
+        train, algorithm: settings.
+        rank, world: whose share.
+        rollout: the rollout's columns, where they were read before.
 
     Raises:
         Corrupt: a part is not what was committed.
         DataError: the parts do not belong together.
     """
-    samples = _Samples(read_parts(objects, files.rollout, SAMPLE_COLUMNS))
+    samples = _Samples(read_rollout(objects, files.rollout) if rollout is None else rollout)
     scores = read_parts(objects, files.reward, ("row", "status"))
     selection = read_parts(objects, files.selection, ("row", "reward", "keep"))
     for name, table in (("reward", scores), ("filter", selection)):

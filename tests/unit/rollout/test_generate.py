@@ -1,6 +1,6 @@
 """Groups, seeds, plain requests and custom generate functions."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +93,23 @@ async def test_plain_generation_fills_samples_in_order(
         assert sample.weight_versions == ["0"]
         assert sample.loss_mask is None
         assert sample.prefix_cache_info == {"cached_tokens": 1, "total_prompt_tokens": 2}
+
+
+async def test_samples_that_are_done_are_told_in_order_while_others_are_not(
+    pool: EnginePool,
+) -> None:
+    samples = make_groups(prompts(40), 4, 0, "x")
+    pool.concurrency = 32
+    told: list[list[int | None]] = []
+
+    def ready(done: Sequence[Sample]) -> None:
+        assert all(s.status == Status.COMPLETED and s.response_length for s in done)
+        told.append([s.index for s in done])
+
+    await generator(pool).run(samples, 4, "0", ready)
+    assert len(told) > 4
+    assert [k for one in told for k in one] == list(range(160))
+    assert all(len(one) % 4 == 0 for one in told)
 
 
 async def test_the_context_cuts_the_budget_and_a_full_one_is_an_error(

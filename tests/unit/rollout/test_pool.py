@@ -229,3 +229,15 @@ async def test_nobody_waits_longer_than_told(dead_url: str, pools: MakePool) -> 
     with pytest.raises(EngineError, match="no engine answers"):
         await pools([dead_url], retries=2, patience_s=2.0).generate(requests(4))
     assert time.monotonic() - began < 8
+
+
+async def test_long_responses_travel_in_small_calls_of_whole_groups(
+    server: Any, pools: MakePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlcore.rollout.pool.CALL_TOKENS", 30)
+    pool = pools([server])
+    await pool.generate(requests(24), group=4)
+    assert sorted(calls(server)) == [8, 8, 8]
+    server.seen.clear()
+    await pool.generate(requests(24), group=12)
+    assert sorted(calls(server)) == [12, 12]

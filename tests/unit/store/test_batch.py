@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from rlcore.errors import Corrupt, DataError, StoreError
 from rlcore.sample import Sample, Status
 from rlcore.store import batch
 from rlcore.store.batch import (
+    SamplesWriter,
     SAMPLES,
     SCORES,
     SELECTION,
@@ -314,6 +316,26 @@ def test_a_large_batch_is_written_in_parts_and_read_as_one(
     some = read_parts(shared, files, ["index", "tokens"], wanted)
     assert some["index"].to_pylist() == wanted
     assert write_samples(shared, lambda part: f"parts/{part}", samples) == files
+
+
+def test_parts_are_stored_while_more_samples_come(
+    disk: Objects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlcore.store.batch.PART_TOKENS", 6)
+    samples = [Sample(group_index=n // 2, index=n, tokens=[n, 1, 2]) for n in range(10)]
+    writer = SamplesWriter(disk, lambda part: f"parts/{part}")
+    for start in range(0, 8, 2):
+        writer.add(samples[start : start + 2])
+    deadline = time.monotonic() + 30
+    while not disk.exists("parts/2"):
+        assert time.monotonic() < deadline, "nothing is stored before the end"
+        time.sleep(0.01)
+    assert writer.count == 8
+    writer.add(samples[writer.count :])
+    files = writer.finish()
+    whole = write_samples(disk, lambda part: f"whole/{part}", samples)
+    assert [(file.rows, file.sha256) for file in files] == [(f.rows, f.sha256) for f in whole]
+    assert table_to_samples(read_parts(disk, files)) == samples
 
 
 def test_what_does_not_fit_in_a_later_part_is_named_by_its_row(
