@@ -19,10 +19,10 @@ from rlcore.errors import Corrupt, DataError, StoreError
 from rlcore.sample import Sample, Status
 from rlcore.store import batch
 from rlcore.store.batch import (
-    SamplesWriter,
     SAMPLES,
     SCORES,
     SELECTION,
+    SamplesWriter,
     read_parts,
     read_table,
     rows_to_table,
