@@ -3,7 +3,6 @@ own, attempts that nobody watches, rows of earlier attempts, and a Cancel button
 """
 
 import asyncio
-import json
 import logging
 import os
 from collections.abc import AsyncIterator, Mapping
@@ -20,10 +19,7 @@ from prefect.states import Cancelled
 from flows.leftovers import close_leftovers
 from rlcore.config import RunConfig
 from rlcore.config.load import with_values
-from rlcore.errors import NotFound
-from rlcore.opening import named, open_store
-from rlcore.store.manifest import canonical_json
-from rlcore.store.paths import attempts_key
+from rlcore.opening import named
 
 log = logging.getLogger("sluice")
 
@@ -51,45 +47,6 @@ def asked_for(config: RunConfig, overrides: Mapping[str, Any], flow_run_id: str)
     if "storage.root" in overrides:
         root = None
     return named(with_values(config, overrides), root, f"run-{flow_run_id}")
-
-
-# --- attempts -------------------------------------------------------------------------------------
-
-
-def count_attempt(config: RunConfig, flow_run_id: str) -> int:
-    """Count this attempt of a flow run at the iteration that is next.
-
-    Returns:
-        How often the flow run has now begun at this iteration without having said how it ended: a
-        failure that was reported, or a commit, begins the count anew.
-    """
-    store = open_store(config)
-    key = attempts_key(config.run.id, flow_run_id)
-    last = store.last_committed()
-    at = 0 if last is None else last + 1
-    try:
-        before = json.loads(store.objects.get(key))
-    except (NotFound, ValueError):
-        before = {"iteration": None, "attempts": 0}
-    count = int(before["attempts"]) + 1 if before["iteration"] == at else 1
-    store.objects.put(key, canonical_json({"iteration": at, "attempts": count}))
-    return count
-
-
-def forget_attempts(config: RunConfig, flow_run_id: str) -> None:
-    """Begin the count anew: the flow run says itself how it ended."""
-    open_store(config).objects.delete(attempts_key(config.run.id, flow_run_id))
-
-
-def too_many(config: RunConfig, attempts: int) -> str | None:
-    """What to say when a run has been begun too often at one iteration."""
-    if attempts <= config.run.max_attempts:
-        return None
-    return (
-        f"run {config.run.id} crashed {attempts - 1} times without a new commit, which is "
-        f"run.max_attempts = {config.run.max_attempts}; look into the logs of the last attempts, "
-        "mend the cause and press Retry"
-    )
 
 
 # --- cancelling -----------------------------------------------------------------------------------

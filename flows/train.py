@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from functools import partial
 from typing import Any
 from uuid import UUID
 
@@ -12,22 +13,21 @@ from prefect.exceptions import ObjectNotFound
 from prefect.runtime import flow_run
 from prefect.states import Failed, State
 
+from flows.attempts import Attempts
 from flows.credentials import fetch_credentials
 from flows.deployed import (
     Ending,
     asked_for,
+    asked_to_cancel,
     cancelled_state,
     cancelled_when_asked,
-    count_attempt,
-    forget_attempts,
-    too_many,
 )
 from flows.iteration import iteration
 from flows.leftovers import close_leftovers
 from flows.logs import logs_to_prefect
 from flows.report import Reporter, report_failure
 from rlcore.config import RunConfig
-from rlcore.errors import ClusterError, Conflict
+from rlcore.errors import ClusterError, Conflict, Fenced
 from rlcore.opening import is_complete, open_run
 from rlcore.preflight import preflight
 from rlcore.run import Run, find_open
@@ -69,18 +69,33 @@ async def rl_train(
         return await train(config)
     config = asked_for(config, overrides, flow_run.id)
     await fetch_credentials(config.storage)
-    attempts = count_attempt(config, flow_run.id)
-    if (excuse := too_many(config, attempts)) is not None:
-        forget_attempts(config, flow_run.id)
+    attempts = Attempts(config, flow_run.id)
+    cancelled = partial(asked_to_cancel, UUID(flow_run.id))
+    while (end := await attempts.stand_by(cancelled)) is None:
+        try:
+            return await attempt(config, attempts)
+        except Fenced:
+            if not attempts.another_drives():
+                raise
+    return end
+
+
+async def attempt(config: RunConfig, attempts: Attempts) -> dict[str, Any] | State[Any]:
+    """Drive the run from a flow run of its own, unless that has crashed too often."""
+    if (excuse := attempts.too_many(attempts.count())) is not None:
+        attempts.forget()
         await report_failure(config, excuse, UUID(flow_run.id))
         return Failed(message=excuse)
     try:
         preflight(config)
-        return await train(config)
+        result = await train(config)
     except Exception as error:
-        forget_attempts(config, flow_run.id)
-        await report_failure(config, str(error), UUID(flow_run.id))
+        if not (isinstance(error, Fenced) and attempts.another_drives()):
+            attempts.forget()
+            await report_failure(config, str(error), UUID(flow_run.id))
         raise
+    attempts.forget()
+    return result
 
 
 async def train(config: RunConfig) -> dict[str, Any] | State[Any]:

@@ -299,13 +299,18 @@ def highest_epoch(objects: Objects, run_id: str) -> int:
 
 
 def this_process() -> str:
-    """`host:pid:start`, one name for one process: `start` is its start time in clock ticks after
-    boot.
+    """The name of this process."""
+    return process_name(os.getpid())
+
+
+def process_name(pid: int) -> str:
+    """`host:pid:start`, one name for one process of this machine: `start` is its start time in
+    clock ticks after boot.
 
     `host` carries a digest of the boot and the process namespace, since containers may share a
     host name.
     """
-    return f"{_machine()}:{os.getpid()}:{_start_ticks(os.getpid()) or 0}"
+    return f"{_machine()}:{pid}:{_start_ticks(pid) or 0}"
 
 
 def read_lease(objects: Objects, run_id: str) -> dict[str, Any] | None:

@@ -1,21 +1,19 @@
-"""Parameters and attempts of flow runs that Prefect starts."""
+"""Parameters of flow runs that Prefect starts."""
 
 from pathlib import Path
 
 import pytest
 
-from flows.deployed import asked_for, count_attempt, forget_attempts, too_many
+from flows.deployed import asked_for
 from rlcore.config import RunConfig, load_config
 from rlcore.errors import ConfigError
-from rlcore.opening import open_store
-from rlcore.store.lease import Lease
 
 QUICKSTART = Path(__file__).parents[3] / "examples" / "quickstart" / "run.toml"
 
 
 @pytest.fixture
 def config(tmp_path: Path) -> RunConfig:
-    return load_config(QUICKSTART, [f"storage.root='{tmp_path}'", "run.id=r", "run.max_attempts=2"])
+    return load_config(QUICKSTART, [f"storage.root='{tmp_path}'", "run.id=r"])
 
 
 def plain() -> RunConfig:
@@ -59,23 +57,3 @@ def test_the_root_is_the_worker_s_where_nobody_names_another(
     assert asked_for(config, {}, "7").storage.root == str(tmp_path)
     empty = config.model_copy(update={"storage": config.storage.model_copy(update={"root": ""})})
     assert asked_for(empty, {}, "7").storage.root == "/worker"
-
-
-def test_attempts_count_until_a_commit_or_a_word(config: RunConfig) -> None:
-    store = open_store(config)
-    store.create_run({"config": {}, "config_digest": "0", "code": "", "parent": None})
-    lease = Lease.acquire(store.objects, "r")
-    assert [count_attempt(config, "f") for _ in range(2)] == [1, 2]
-    assert count_attempt(config, "another") == 1
-    record = {"run_id": "r", "iteration": 0, "stages": {}, "metrics": {}}
-    store.commit_iteration(0, record, lease)
-    assert count_attempt(config, "f") == 1
-    assert count_attempt(config, "f") == 2
-    forget_attempts(config, "f")
-    assert count_attempt(config, "f") == 1
-
-
-def test_too_many_attempts_are_said(config: RunConfig) -> None:
-    assert too_many(config, 2) is None
-    said = too_many(config, 3)
-    assert said is not None and "crashed 2 times" in said and "run.max_attempts = 2" in said
