@@ -79,6 +79,8 @@ async def open_run(
         finally:
             if connected:
                 ray_session.disconnect()
+        # A driver that slept may have found every stage done by the one that took over.
+        lease.check()
         outcome = "completed"
     except Exception as error:
         outcome, message = "failed", f"{type(error).__name__}: {error}"
@@ -184,9 +186,11 @@ def leave(store: RunStore, config: RunConfig, lease: Lease, status: str, message
     """Note how this driver ended, and give the lease back.
 
     A store that takes neither, such as a full disk, must not hide the error that ends the run: both
-    are only for show, since the next driver looks whether this process is alive.
+    are only for show, since the next driver looks whether this process is alive. A driver that was
+    fenced notes nothing: its word would stand for that of the one that took over.
     """
     try:
+        lease.check()
         put_outcome(store, config, status, message, lease.epoch)
         lease.release()
     except StoreError as error:

@@ -16,6 +16,7 @@ from rlcore.opening import create_or_check, leave, open_store
 from rlcore.starting_model import prepare_model
 from rlcore.store.lease import Lease
 from rlcore.store.objects import Objects
+from rlcore.store.paths import outcome_key
 
 
 def test_a_private_ray_that_starts_slowly_is_begun_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,3 +106,14 @@ def test_a_model_builder_that_raises_is_named(tmp_path: Path) -> None:
     objects = Objects.open(tmp_path / "root")
     with pytest.raises(PluginError, match=r"model\.build = .*raised KeyError: 'width'"):
         prepare_model(objects, "x", model, 0, tmp_path / "scratch")
+
+
+def test_a_fenced_driver_does_not_speak_for_the_one_that_took_over(tmp_path: Path) -> None:
+    config = load_config(QUICKSTART, [f"storage.root={tmp_path}", "run.id=x"])
+    store = open_store(config)
+    old = Lease.acquire(store.objects, "x", "old:1:1")
+    new = Lease.acquire(store.objects, "x", "new:1:1", steal=True)
+    leave(store, config, new, "interrupted", "by the new one")
+    leave(store, config, old, "completed", "")
+    noted = json.loads(store.objects.get(outcome_key("x")))
+    assert (noted["status"], noted["epoch"]) == ("interrupted", 2)
