@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-from cyclopts import App, CycloptsError, Parameter
+from cyclopts import App, CycloptsError, Parameter, validators
 
 from flows.exit_codes import BAD_INPUT, DONE, FAILED, INTERRUPTED
 from rlcore import __version__
@@ -102,7 +102,9 @@ def samples(
     run: RunName,
     *,
     iter: Annotated[int, Parameter(help="The iteration.")],
-    limit: Annotated[int, Parameter(help="How many samples.")] = 10,
+    limit: Annotated[
+        int, Parameter(help="How many samples.", validator=validators.Number(gte=1))
+    ] = 10,
     root: Root = None,
     json: Json = False,
 ) -> None:

@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import secrets
+import shlex
 import shutil
 import signal
 import sys
@@ -263,7 +264,7 @@ def say(stack: Stack) -> None:
     out.print(f"[bold]runs[/bold]      {stack.root}")
     out.print(f"[bold]logs[/bold]      {stack.folder / 'logs'}")
     out.print("start a run from the page (Deployments, rl-train/local, Run), or:")
-    out.print(f"  export PREFECT_API_URL={stack.api_url} SLUICE_ROOT={stack.root}")
+    out.print(f"  export PREFECT_API_URL={stack.api_url} SLUICE_ROOT={shlex.quote(stack.root)}")
     out.print("  prefect deployment run rl-train/local --watch \\", markup=False)
     out.print(
         """    --param 'overrides={"run.id": "first", "train.num_iterations": 10}'""", markup=False
@@ -274,19 +275,26 @@ def say(stack: Stack) -> None:
 
 def down(root: str) -> int:
     """End the root's stack: its worker with the flow runs, its Ray, its server."""
+    if not stack_folder(root).is_dir():
+        out.print(f"no stack of {root} runs")
+        return DONE
     with locked(root):
         stack = Stack.load(root)
         members = {name: one.family() for name, one in stack.processes.items()}
+        worker, *flows = members.get("worker") or [None]
+        if orphans := flow_processes(stack.api_url):
+            # A worker that was killed leaves the flow runs that it had begun.
+            flows = list({process.pid: process for process in [*flows, *orphans]}.values())
+            members["worker"] = [*([worker] if worker is not None else []), *flows]
         if not any(members.values()):
             out.print(f"no stack of {root} runs")
-        worker, *flows = members.get("worker") or [None]
-        if worker is not None:
-            # A stopped worker takes no new flow run; one that ends now would not see how those of
-            # its own end, and a run that says that it crashed is started again at the next `up`.
-            send([worker], signal.SIGSTOP)
-            send(flows, signal.SIGTERM)
-            psutil.wait_procs(flows, timeout=FLOWS_PATIENCE_S)
-            send([*flows, worker], signal.SIGKILL)
+        workers = [worker] if worker is not None else []
+        # A stopped worker takes no new flow run; one that ends now would not see how those of its
+        # own end, and a run that says that it crashed is started again at the next `up`.
+        send(workers, signal.SIGSTOP)
+        send(flows, signal.SIGTERM)
+        psutil.wait_procs(flows, timeout=FLOWS_PATIENCE_S)
+        send([*flows, *workers], signal.SIGKILL)
         ray = [*members.get("ray", []), *of_folder(stack.ray_temp)]
         end(ray, PATIENCE_S)
         end(of_folder(stack.ray_temp), PATIENCE_S)
@@ -326,6 +334,17 @@ def pick_port(before: str) -> int:
         with contextlib.suppress(OSError):
             return free_port(port=port)
     return free_port()
+
+
+def flow_processes(api_url: str) -> list[psutil.Process]:
+    """Processes of this user that run a flow of a server, and all that descend from them."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            engine = "prefect.engine" in process.cmdline()
+            if api_url and engine and process.environ().get("PREFECT_API_URL") == api_url:
+                found += [process, *process.children(recursive=True)]
+    return found
 
 
 @contextlib.contextmanager

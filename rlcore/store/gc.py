@@ -272,7 +272,11 @@ class _Collector:
         if run_id in self._unsafe:
             self._report.skipped[run_id] = self._unsafe[run_id]
             return
-        lease = read_lease(self._objects, run_id)
+        try:
+            lease = read_lease(self._objects, run_id)
+        except StoreError as error:
+            self._report.skipped[run_id] = f"{error}; the next driver of the run makes a new one"
+            return
         if lease is not None and is_held(lease):
             self._report.skipped[run_id] = held_by(run_id, lease)
             return
