@@ -103,8 +103,10 @@ def test_automations_are_prefect_s() -> None:
     for one in automations():
         related = one["trigger"]["match_related"]
         assert {"prefect.resource.role": "flow", "prefect.resource.name": "rl-train"} in related
-        [deployment] = [r for r in related if r["prefect.resource.role"] == "deployment"]
-        assert set(deployment["prefect.resource.name"]) == {"local", "gpu"}
+        tag = {"prefect.resource.role": "tag", "prefect.resource.id": "prefect.tag.sluice"}
+        # Not the deployment's name, which a heartbeat does not carry.
+        assert tag in related
+        assert len(related) == 2
 
 
 # --- job templates --------------------------------------------------------------------------------
