@@ -20,6 +20,7 @@ from rlcore.config import RunConfig, build_config, with_sets
 from rlcore.config.load import parse_set
 from rlcore.errors import ConfigError
 from rlcore.opening import existing_config
+from rlcore.sources import check_sources, sources_of
 from rlcore.store.branch import Difference, ForkPlan, differences, plan_fork
 from rlcore.store.lease import Lease
 from rlcore.store.manifest import Manifest, StageRef
@@ -84,7 +85,9 @@ def _plan(
         raise ConfigError("--as is empty; give the fork a name")
     tree = with_sets(base, sets).model_dump(mode="python")
     config = build_config(tree | {"run": tree["run"] | {"id": name}})
-    parent = RunStore(Objects.open(root), run_id)
+    parent, sources = RunStore(Objects.open(root), run_id), sources_of(config)
+    kept = {name: digest for name, digest in sources.items() if not name.startswith(tuple(given))}
+    check_sources(run_id, parent.load_run().get("sources", {}), kept)
     plan = plan_fork(
         parent,
         iteration,
@@ -92,6 +95,7 @@ def _plan(
         code=__version__,
         rerun=rerun,
         given=given,
+        sources=sources,
     )
     return plan, config
 

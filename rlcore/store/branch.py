@@ -12,12 +12,13 @@ Invariants:
 - What would make the shared iterations another run's may not differ: seed, model and data.
 """
 
+import logging
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from rlcore.config.digest import STAGE_SECTIONS, tree_digest
-from rlcore.errors import ConfigError, Conflict, NotFound
+from rlcore.errors import ConfigError, Conflict, Corrupt, NotFound, StoreError
 from rlcore.store import paths
 from rlcore.store.lease import Lease
 from rlcore.store.manifest import (
@@ -31,7 +32,9 @@ from rlcore.store.manifest import (
 )
 from rlcore.store.objects import Objects
 from rlcore.store.retention import is_pruned
-from rlcore.store.run_store import Parent, RunStore
+from rlcore.store.run_store import Parent, RunStore, run_ids
+
+log = logging.getLogger("sluice.store")
 
 SHARED_STAGES = {"train": ("rollout", "reward", "filter"), "reward": ("rollout",)}
 """Stages that can be run again, and those before them that are taken from the parent."""
@@ -113,6 +116,7 @@ def plan_fork(
     code: str,
     rerun: str | None = None,
     given: Collection[str] = (),
+    sources: Mapping[str, str] | None = None,
 ) -> ForkPlan:
     """Check that a run can go on from an iteration of another. Nothing is written.
 
@@ -124,6 +128,7 @@ def plan_fork(
         rerun: the stage that is run again; None: a plain fork.
         given: settings that the user named, as `section.key`: they must be the fork's, even
             those that may differ from one driver to the next.
+        sources: digests of the files that the configuration names.
 
     Raises:
         NotFound: the parent or the iteration is not there.
@@ -141,6 +146,7 @@ def plan_fork(
         "config_digest": tree_digest(config),
         "code": code,
         "parent": asdict(_parent(parent, shared)),
+        "sources": dict(sources or {}),
         "rerun": rerun and {"stage": rerun, "stages": list(SHARED_STAGES[rerun])},
     }
     store = RunStore(parent.objects, config["run"]["id"])
@@ -344,8 +350,29 @@ def _read_forks(objects: Objects, run_id: str) -> tuple[list[tuple[str, int]], s
         data, tag = objects.read_with_tag(key)
     except NotFound:
         return [], None
-    listed = parse_record(data, objects.url(key)).get("forks", [])
-    return [(fork["run_id"], fork["iteration"]) for fork in listed], tag
+    try:
+        listed = parse_record(data, objects.url(key))["forks"]
+        return [(fork["run_id"], fork["iteration"]) for fork in listed], tag
+    except (Corrupt, KeyError, TypeError) as error:
+        log.warning("%s: %s; read off the forks themselves", objects.url(key), error)
+        return _find_forks(objects, run_id), tag
+
+
+def _find_forks(objects: Objects, run_id: str) -> list[tuple[str, int]]:
+    """The forks of a run, by their own records. One that cannot be read hides no other."""
+    found = []
+    for name in run_ids(objects):
+        try:
+            parent = RunStore(objects, name).parent
+            if parent is None:
+                continue
+            owner = RunStore(objects, parent.run_id).owner(parent.iteration)
+        except StoreError as error:
+            log.warning("run %s may be a fork of %s and cannot be read: %s", name, run_id, error)
+            continue
+        if run_id in (parent.run_id, owner.run_id):
+            found.append((name, parent.iteration))
+    return found
 
 
 # --- the state that a fork begins with ------------------------------------------------------------

@@ -408,8 +408,6 @@ def _read(objects: Objects, key: str) -> tuple[dict[str, Any] | None, str | None
         data, tag = objects.read_with_tag(key)
     except NotFound:
         return None, None
-    if b'"schema_version"' not in data:
-        raise Corrupt(f"{objects.url(key)} is no lease")
     record = parse_record(data, objects.url(key))
     kinds = {"epoch": int, "holder": str, "expires": int | float}
     if wrong := [name for name, kind in kinds.items() if not isinstance(record.get(name), kind)]:

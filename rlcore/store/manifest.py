@@ -182,7 +182,7 @@ def parse_record(data: bytes, where: str) -> dict[str, Any]:
 
     Raises:
         StoreError: another schema version.
-        Corrupt: not a JSON object.
+        Corrupt: not a JSON object, or one without a version.
     """
     try:
         tree = json.loads(data)
@@ -190,7 +190,9 @@ def parse_record(data: bytes, where: str) -> dict[str, Any]:
         raise Corrupt(f"{where} is torn: {len(data)} bytes that are no JSON ({error})") from None
     if not isinstance(tree, dict):
         raise Corrupt(f"{where} is not a JSON object")
-    found = tree.get("schema_version")
+    if "schema_version" not in tree:
+        raise Corrupt(f"{where} is no record: it has no schema_version")
+    found = tree["schema_version"]
     if found != SCHEMA_VERSION:
         raise StoreError(
             f"{where} has schema version {found!r}, expected {SCHEMA_VERSION}; read it with the "

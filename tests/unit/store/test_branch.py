@@ -63,6 +63,21 @@ def test_forks_of_forks(rooted: Objects) -> None:
     assert forks_of(rooted, "a") == [("b", 2)]
 
 
+@pytest.mark.parametrize("torn", [b"", b"{}", b'{"schema_version":1,"forks":[{}]}'])
+def test_a_torn_list_of_forks_is_read_off_the_forks(rooted: Objects, torn: bytes) -> None:
+    fork(rooted, "a", 2, "b")
+    SmallRun(rooted, "b").run(5)
+    fork(rooted, "b", 3, "c")
+    fork(rooted, "b", 1, "d")
+    before = {run_id: forks_of(rooted, run_id) for run_id in ("a", "b")}
+    assert before == {"a": [("b", 2), ("d", 1)], "b": [("c", 3), ("d", 1)]}
+    for run_id in before:
+        rooted.put(paths.forks_key(run_id), torn)
+    assert {run_id: forks_of(rooted, run_id) for run_id in before} == before
+    fork(rooted, "a", 0, "e")
+    assert forks_of(rooted, "a") == [("b", 2), ("d", 1), ("e", 0)]
+
+
 def test_nothing_is_written_into_the_parents_iterations(rooted: Objects) -> None:
     fork(rooted, "a", 1, "b")
     run = SmallRun(rooted, "b")
