@@ -71,11 +71,24 @@ def apply_automations(api_url: str) -> None:
             name = automation["name"]
             query = {"automations": {"name": {"any_": [name]}}}
             found = check(api.post("/automations/filter", json=query), "automations").json()
+            if found and says(found[0], automation):
+                # Written again it would forget what it has seen, and so miss who died since.
+                continue
             if found:
                 answer = api.put(f"/automations/{found[0]['id']}", json=automation)
             else:
                 answer = api.post("/automations/", json=automation)
             check(answer, f"automation {name}")
+
+
+def says(there: Any, wanted: Any) -> bool:
+    """Whether a server's object has all that is wanted of it, whatever else it has."""
+    if isinstance(wanted, dict):
+        return isinstance(there, dict) and all(says(there.get(k), v) for k, v in wanted.items())
+    if isinstance(wanted, list):
+        same = isinstance(there, list) and len(there) == len(wanted)
+        return same and all(says(t, w) for t, w in zip(there, wanted, strict=True))
+    return bool(there == wanted)
 
 
 def apply_deployments(

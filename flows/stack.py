@@ -29,7 +29,7 @@ import psutil
 from rich.console import Console
 
 from flows.daemon import Daemon, end, send, wait_until_it_says
-from flows.deploy import apply_automations, apply_deployments, apply_pool, shipped
+from flows.deploy import apply_automations, apply_deployments, apply_pool, check, shipped
 from flows.exit_codes import DONE
 from flows.server import empty_database, server_argv, server_env
 from rlcore.errors import ClusterError, ConfigError
@@ -162,6 +162,7 @@ def start(stack: Stack, names: list[str]) -> None:
         wait_for_server(stack)
     deploy(stack)
     if "worker" in names:
+        close_orphans(stack)
         start_worker(stack)
 
 
@@ -218,6 +219,34 @@ def start_ray(stack: Stack) -> Daemon:
     env = stack.env() | {"RAY_worker_niceness": "0", "RAY_TMPDIR": stack.ray_temp}
     env.pop("RAY_ADDRESS", None)
     return launch(stack, "ray", argv, env)
+
+
+def close_orphans(stack: Stack) -> None:
+    """Tell the server which flow runs of the last worker have no process any more.
+
+    Nobody else would, after a machine went down. The automation starts the crashed ones again.
+    """
+    alive = set()
+    for process in flow_processes(stack.api_url):
+        with contextlib.suppress(psutil.Error):
+            alive.add(process.environ().get("PREFECT__FLOW_RUN_ID"))
+    query = {
+        "flow_runs": {"state": {"type": {"any_": ["RUNNING", "PENDING", "CANCELLING"]}}},
+        "work_pools": {"name": {"any_": [POOL]}},
+    }
+    with httpx.Client(base_url=stack.api_url, timeout=30) as api:
+        for run in check(api.post("/flow_runs/filter", json=query), "flow runs").json():
+            if run["id"] in alive:
+                continue
+            end = "cancelled" if run["state_type"] == "CANCELLING" else "crashed"
+            state = {
+                "type": end.upper(),
+                "name": end.capitalize(),
+                "message": "Its process is gone, as `sluice up` found.",
+            }
+            body = {"state": state, "force": True}
+            check(api.post(f"/flow_runs/{run['id']}/set_state", json=body), run["name"])
+            out.print(f"{run['name']} had lost its process: {end}")
 
 
 def start_worker(stack: Stack) -> None:
