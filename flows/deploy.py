@@ -13,6 +13,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from rlcore.errors import ClusterError, ConfigError, SluiceError
 POOLS = {"process": "sluice-local", "docker": "sluice-gpu", "kubernetes": "sluice-gpu"}
 TIMEOUT_S = 60.0
 DEPLOY_TIMEOUT_S = 300.0
+BUSY_PAUSES_S = (0.2, 0.5, 1.0, 2.0, 4.0, 8.0)
 
 
 def shipped(name: str) -> Path:
@@ -43,7 +45,7 @@ def apply_pool(api_url: str, name: str, kind: str) -> None:
         ClusterError: the server did not take it.
     """
     template = json.loads((shipped("deployments") / "pools" / f"{kind}.json").read_text())
-    with httpx.Client(base_url=api_url, timeout=TIMEOUT_S) as api:
+    with client(api_url) as api:
         answer = api.get(f"/work_pools/{name}")
         if answer.status_code == 404:
             body = {"name": name, "type": kind, "base_job_template": template}
@@ -66,7 +68,7 @@ def apply_automations(api_url: str) -> None:
     Raises:
         ClusterError: the server did not take one.
     """
-    with httpx.Client(base_url=api_url, timeout=TIMEOUT_S) as api:
+    with client(api_url) as api:
         for automation in automations():
             name = automation["name"]
             query = {"automations": {"name": {"any_": [name]}}}
@@ -86,8 +88,10 @@ def says(there: Any, wanted: Any) -> bool:
     if isinstance(wanted, dict):
         return isinstance(there, dict) and all(says(there.get(k), v) for k, v in wanted.items())
     if isinstance(wanted, list):
-        same = isinstance(there, list) and len(there) == len(wanted)
-        return same and all(says(t, w) for t, w in zip(there, wanted, strict=True))
+        if not isinstance(there, list) or len(there) != len(wanted):
+            return False
+        # A server keeps no order where none is meant.
+        return all(any(says(t, w) for t in there) for w in wanted)
     return bool(there == wanted)
 
 
@@ -121,6 +125,24 @@ def apply_deployments(
     if done.returncode:
         said = (done.stdout + done.stderr)[-2000:]
         raise ClusterError(f"prefect deploy of {', '.join(names)} failed: {said}")
+
+
+class Patient(httpx.HTTPTransport):
+    """Asks again where a server answers 503, as one on SQLite does while its database is locked."""
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        for pause in BUSY_PAUSES_S:
+            answer = super().handle_request(request)
+            if answer.status_code != httpx.codes.SERVICE_UNAVAILABLE:
+                return answer
+            answer.close()
+            time.sleep(pause)
+        return super().handle_request(request)
+
+
+def client(api_url: str) -> httpx.Client:
+    """A client of a server's API that is patient with it."""
+    return httpx.Client(base_url=api_url, timeout=TIMEOUT_S, transport=Patient())
 
 
 def check(answer: httpx.Response, what: str) -> httpx.Response:

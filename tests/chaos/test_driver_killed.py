@@ -73,7 +73,7 @@ def test_killed_with_prefect_on_postgresql(sluice: Sluice, tmp_path: Path, calm:
 
 
 @pytest.mark.chaos
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3600)
 def test_killed_at_every_stage_and_phase(sluice: Sluice, tmp_path: Path, calm: Calm) -> None:
     points = sorted([*every_point("tree"), *MORE], key=lambda point: point.place)
     with chaos("all", points, calm.usual) as faults:

@@ -4,8 +4,10 @@ import json
 import os
 import re
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from importlib import import_module
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from prefect.settings import Settings
 from prefect.settings.legacy import _get_settings_fields
 from prefect.workers.process import ProcessWorker
 
+from flows import deploy
 from flows.deploy import POOLS, automations, shipped
 from rlcore.config import RunConfig
 from rlcore.config.load import build_config
@@ -107,6 +110,29 @@ def test_automations_are_prefect_s() -> None:
         # Not the deployment's name, which a heartbeat does not carry.
         assert tag in related
         assert len(related) == 2
+
+
+def test_a_busy_server_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = 0
+
+    class Busy(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            nonlocal asked
+            asked += 1
+            assert self.rfile.read(int(self.headers["Content-Length"])) == b'{"a":1}'
+            self.send_response(503 if asked < 3 else 201)
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    monkeypatch.setattr(deploy, "BUSY_PAUSES_S", (0.0, 0.0, 0.0))
+    server = HTTPServer(("127.0.0.1", 0), Busy)
+    Thread(target=server.serve_forever, daemon=True).start()
+    with deploy.client(f"http://127.0.0.1:{server.server_port}") as api:
+        assert api.post("/x", json={"a": 1}).status_code == 201
+    server.shutdown()
+    assert asked == 3
 
 
 # --- job templates --------------------------------------------------------------------------------
