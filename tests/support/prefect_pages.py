@@ -96,14 +96,20 @@ class Pages:
 
     def run(self, flow_run: str, tab: str = "Logs") -> None:
         """Open a tab of a flow run's page."""
-        self.page.goto(f"{self.stack.page}/runs/flow-run/{flow_run}?tab={tab}")
-        self.page.get_by_role("link", name="Runs").first.wait_for()
+        self.page.goto(f"{self.stack.page}/runs/flow-run/{flow_run}")
+        self.tab(tab)
+
+    def tab(self, name: str) -> None:
+        """Turn to a tab of the page."""
+        self.page.get_by_role("tab", name=name).or_(
+            self.page.locator(".p-tab", has_text=name)
+        ).first.click()
 
     def artifact(self, key: str) -> None:
         """Open the newest artifact of a key."""
         query = {"artifacts": {"key": {"any_": [key]}}}
         [found] = self.api("artifacts/latest/filter", query)
-        self.page.goto(f"{self.stack.page}/artifacts/artifact/{found['id']}")
+        self.page.goto(f"{self.stack.page}/artifacts/artifact/{found['latest_id']}")
 
     def sees(self, text: str) -> None:
         """Wait until the page shows a text."""

@@ -40,7 +40,7 @@ def test_a_run_is_started_from_the_form_and_watched(pages: Pages) -> None:
     assert "embedded" in engine and "needs a GPU" in engine
     pages.picture("form")
     pages.fill("run", "id", "first")
-    pages.fill("train", "num_iterations", "12")
+    pages.fill("train", "num_iterations", "20")
     for name, value in SMALL.items():
         pages.fill(*name.split("."), str(value))
     field.scroll_into_view_if_needed()
@@ -48,14 +48,12 @@ def test_a_run_is_started_from_the_form_and_watched(pages: Pages) -> None:
     pages.page.get_by_role("button", name="Submit").click()
     pages.wait(lambda: bool(named(pages, "train-first")), 120)
     [flow_run] = named(pages, "train-first")
+    pages.wait(lambda: bool(named(pages, "first-it000002")), 120, lambda: pages.said(flow_run))
 
-    pages.run(flow_run)
+    pages.run(flow_run, "Subflow Runs")
     pages.sees("first-it000001")
     pages.picture("run-running")
     pages.wait_for_state(flow_run, "COMPLETED")
-    pages.run(flow_run)
-    pages.sees("Completed")
-    pages.picture("run")
     pages.run(flow_run, "Artifacts")
     for kind in ("progress", "metrics", "reward", "summary"):
         pages.sees(f"first-{kind}")
@@ -72,10 +70,11 @@ def test_a_run_is_started_from_the_form_and_watched(pages: Pages) -> None:
     assert picture.evaluate("image => image.naturalWidth") > 500
     pages.picture("reward")
     pages.artifact("first-summary")
-    pages.sees("Samples of iteration 11")
+    pages.sees("Samples of iteration 19")
     pages.picture("summary")
-    pages.page.get_by_role("link", name="flow run").first.click()
-    pages.sees("first-it000011")
+    pages.page.get_by_role("link", name="flow run", exact=True).click()
+    pages.tab("Subflow Runs")
+    pages.sees("first-it000019")
 
     [iteration] = named(pages, "first-it000003")
     pages.run(iteration)
@@ -125,12 +124,12 @@ def test_cancel_stops_a_run_and_leaves_nothing(pages: Pages, tmp_path: Path) -> 
     pages.wait(committed.exists, 120, lambda: pages.said(flow_run))
 
     pages.run(flow_run)
-    pages.page.locator(".flow-run-menu, .p-icon-button-menu").first.click()
-    pages.page.get_by_text("Cancel", exact=True).first.click()
+    pages.page.get_by_role("button", name="Cancel", exact=True).click()
     dialog = pages.page.get_by_role("dialog")
-    dialog.wait_for()
+    confirm = dialog.get_by_role("button", name="Confirm")
+    confirm.wait_for()
     pages.picture("cancel")
-    dialog.get_by_role("button", name="Cancel Run").click()
+    confirm.click()
     asked = time.monotonic()
     pages.wait_for_state(flow_run, "CANCELLED", 60)
     took = time.monotonic() - asked
