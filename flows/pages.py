@@ -1,9 +1,10 @@
 """The texts of a run's artifacts in Prefect, as Markdown.
 
-Invariant: what a model or a data set says never becomes markup: every mark in it is escaped.
+Invariant: what a model or a data set says never becomes markup: it stands in code spans.
 """
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ from flows.curve import is_eval_reward
 
 LONGEST_CELL = 160
 """Characters of a prompt or a response in a table."""
+NO_SPACE = "\u200b"
 
 
 @dataclass(frozen=True)
@@ -36,11 +38,20 @@ class Place:
         return " · ".join(f"[{what}]({address})" for what, address in self.links.items())
 
 
-def plain(text: str, limit: int = LONGEST_CELL) -> str:
-    """Text that Markdown and HTML show as it is, on one line."""
+def quoted(text: str, limit: int = LONGEST_CELL) -> str:
+    """Text as a code span, which Markdown shows as it is, on one line and in a table's cell too.
+
+    Prefect's pages do not read entities, so that a code span is the one thing that they all show
+    alike. A pipe is escaped as tables want it; a backslash before one is kept off it.
+    """
     cut = text if len(text) <= limit else text[: limit - 1] + "…"
-    cut = cut.replace("\r\n", "\n").replace("\n", " ⏎ ").replace("\t", " ")
-    return "".join(c if c.isalnum() or c == " " or ord(c) > 127 else f"&#{ord(c)};" for c in cut)
+    line = cut.replace("\r\n", "\n").replace("\n", " ⏎ ").replace("\t", " ").strip()
+    if not line:
+        return ""
+    line = line.replace("\\|", f"\\{NO_SPACE}|").replace("|", "\\|")
+    fence = "`" * (1 + max(map(len, re.findall("`+", line)), default=0))
+    edge = " " if line.startswith("`") or line.endswith("`") else ""
+    return f"{fence}{edge}{line}{edge}{fence}"
 
 
 def row(iteration: int, m: Mapping[str, float]) -> dict[str, Any]:
@@ -143,10 +154,11 @@ def failure_page(place: Place, error: str, committed: int, deployed: bool) -> st
         if deployed
         else f"Mend the cause, then: `{resume}`."
     )
+    said = quoted(error, limit=1000).replace("\\|", "|")
     lines = [
         f"# {place.run_id} stopped at iteration {committed}",
         "",
-        f"> {plain(error, limit=1000)}",
+        f"> {said}",
         "",
         place.linked,
         "",
@@ -175,8 +187,8 @@ def _sample_line(sample: Mapping[str, Any]) -> str:
     if not isinstance(prompt, str):
         prompt = str(prompt[-1].get("content", "")) if prompt else ""
     reward = "failed" if sample["reward"] is None else f"{sample['reward']:.3g}"
-    label = "" if sample["label"] is None else plain(str(sample["label"]), 40)
-    return f"| {reward} | {plain(prompt)} | {plain(sample['response'])} | {label} |"
+    label = "" if sample["label"] is None else quoted(str(sample["label"]), 40)
+    return f"| {reward} | {quoted(prompt)} | {quoted(sample['response'])} | {label} |"
 
 
 def _short(value: float | None) -> float | None:

@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 import pytest
 
 from flows.chart import MOST_POINTS, Series, line_chart, thinned, ticks
-from flows.pages import Place, curve_page, failure_page, plain, row, summary_page
+from flows.pages import Place, curve_page, failure_page, quoted, row, summary_page
 
 PLACE = Place("first", "/data/rl", 10, {"flow run": "http://127.0.0.1:4200/runs/flow-run/1"})
 SVG = "{http://www.w3.org/2000/svg}"
@@ -67,12 +67,22 @@ def test_the_picture_of_a_long_run_is_small_and_holds_all_series() -> None:
     assert "mean reward" in svg and "eval greedy" in svg and "pass@1" not in svg
 
 
-def test_what_a_model_says_is_text_and_no_markup() -> None:
-    said = 'a|b\n<img src="http://x">`c` ![d](http://e) **f** ü'
-    shown = plain(said)
-    assert not set(shown) & set('|\n<>"`![]()*')
-    assert shown.endswith("ü") and "⏎" in shown
-    assert len(plain("x" * 500)) == 160
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        (" 42\n", "`42 ⏎`"),
+        ("a\nb", "`a ⏎ b`"),
+        ('<img src="http://x"> **f** [d](e)', '`<img src="http://x"> **f** [d](e)`'),
+        ("a `b` c", "``a `b` c``"),
+        ("``x", "``` ``x ```"),
+        ("a|b", "`a\\|b`"),
+        ("a\\|b", "`a\\\u200b\\|b`"),
+        ("  ", ""),
+        ("x" * 200, f"`{'x' * 159}…`"),
+    ],
+)
+def test_what_a_model_says_is_text_and_no_markup(said: str, shown: str) -> None:
+    assert quoted(said) == shown
 
 
 def test_a_row_has_no_value_for_what_is_missing_or_not_finite() -> None:
@@ -88,8 +98,8 @@ def test_the_summary_shows_samples_and_where_the_model_is() -> None:
         PLACE, {"iteration": 4, "reward": 0.25}, [sample, chat | {"label": None}], (3, "/m")
     )
     assert "**5 of 10 iterations**" in page and "**0.25**" in page
-    assert "| 1 | 1 &#43; 1 &#61; |  2 | 2 |" in page
-    assert "| failed | hi |  |  |" in page
+    assert "| 1 | `1 + 1 =` | `2` | `2` |" in page
+    assert "| failed | `hi` |  |  |" in page
     assert "`/m`, made by iteration 3" in page
     assert "sluice samples first --iter 4 --root /data/rl" in page
 
@@ -100,6 +110,6 @@ def test_the_summary_shows_samples_and_where_the_model_is() -> None:
 )
 def test_a_failure_says_what_is_kept_and_what_goes_on(committed: int, words: str) -> None:
     page = failure_page(PLACE, "no such file", committed, deployed=True)
-    assert page.startswith(f"# first stopped at iteration {committed}\n\n> no such file\n")
+    assert page.startswith(f"# first stopped at iteration {committed}\n\n> `no such file`\n")
     assert words in page and "**Retry**" in page and "sluice resume first --root /data/rl" in page
     assert "Retry**" not in failure_page(PLACE, "no", committed, deployed=False)
