@@ -162,7 +162,7 @@ def start(stack: Stack, names: list[str]) -> None:
         wait_for_server(stack)
     deploy(stack)
     if "worker" in names:
-        close_orphans(stack)
+        adopt_orphans(stack)
         start_worker(stack)
 
 
@@ -221,10 +221,11 @@ def start_ray(stack: Stack) -> Daemon:
     return launch(stack, "ray", argv, env)
 
 
-def close_orphans(stack: Stack) -> None:
-    """Tell the server which flow runs of the last worker have no process any more.
+def adopt_orphans(stack: Stack) -> None:
+    """Have flow runs of the last worker that have no process any more started again.
 
-    Nobody else would, after a machine went down. The automation starts the crashed ones again.
+    Nobody else would see it soon, after a machine went down. As after any crash each is the same
+    flow run again; one that was being cancelled is cancelled.
     """
     alive = set()
     for process in flow_processes(stack.api_url):
@@ -238,15 +239,16 @@ def close_orphans(stack: Stack) -> None:
         for run in check(api.post("/flow_runs/filter", json=query), "flow runs").json():
             if run["id"] in alive:
                 continue
-            end = "cancelled" if run["state_type"] == "CANCELLING" else "crashed"
+            ending = run["state_type"] == "CANCELLING"
             state = {
-                "type": end.upper(),
-                "name": end.capitalize(),
-                "message": "Its process is gone, as `sluice up` found.",
+                "type": "CANCELLED" if ending else "SCHEDULED",
+                "name": "Cancelled" if ending else "AwaitingRetry",
+                "message": "Its process was gone when `sluice up` looked for it.",
             }
             body = {"state": state, "force": True}
             check(api.post(f"/flow_runs/{run['id']}/set_state", json=body), run["name"])
-            out.print(f"{run['name']} had lost its process: {end}")
+            done = "is cancelled" if ending else "is started again"
+            out.print(f"{run['name']} had lost its process and {done}")
 
 
 def start_worker(stack: Stack) -> None:
