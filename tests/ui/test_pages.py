@@ -72,7 +72,8 @@ def test_a_run_is_started_from_the_form_and_watched(pages: Pages) -> None:
     pages.artifact("first-summary")
     pages.sees("Samples of iteration 19")
     pages.picture("summary")
-    pages.page.get_by_role("link", name="flow run", exact=True).click()
+    link = pages.page.get_by_role("link", name="flow run", exact=True).get_attribute("href")
+    pages.page.goto(link)
     pages.tab("Subflow Runs")
     pages.sees("first-it000019")
 
