@@ -8,7 +8,7 @@ BIN := .venv/bin
 # Named by content, so a checkout that only touches the files installs nothing again.
 INSTALLED := .venv/.installed-$(shell cat constraints.txt pyproject.toml | sha256sum | cut -c1-16)
 
-.PHONY: install quickstart test lint ui screenshots slow bench clean
+.PHONY: install quickstart test lint ui screenshots slow chaos bench clean
 
 install: $(INSTALLED)
 

@@ -67,12 +67,19 @@ class Stack:
     def load(cls, root: str) -> "Stack":
         """The stack of a root; one without processes if there is none."""
         folder = stack_folder(root)
+        file = folder / "stack.json"
         try:
-            record = json.loads((folder / "stack.json").read_text())
+            record = json.loads(file.read_text())
+            processes = {name: Daemon(**one) for name, one in record.pop("processes").items()}
+            return cls(folder=folder, processes=processes, **record)
         except FileNotFoundError:
             return cls(folder, root)
-        processes = {name: Daemon(**one) for name, one in record.pop("processes").items()}
-        return cls(folder=folder, processes=processes, **record)
+        except OSError as error:
+            raise ConfigError(f"{file} cannot be read: {error}") from None
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(
+                f"{file} is torn ({error}): end what runs of the stack by hand, and remove it"
+            ) from None
 
     def save(self) -> None:
         """Write the record, in one step."""
@@ -142,8 +149,16 @@ def up(root: str, *, database_url: str | None = None, ray: bool = True) -> int:
         if not missing:
             out.print(f"the stack of {root} runs already; deploying again")
         stack.home = stack.home if stack.alive("worker") else str(Path.cwd())
-        stack.database_url = database_url or stack.database_url
-        start(stack, missing)
+        before = stack.database_url
+        stack.database_url = database_url or before
+        try:
+            start(stack, missing)
+        except ClusterError:
+            if not stack.alive("server"):
+                # What did not come up is not tried again unasked.
+                stack.database_url = before
+                stack.save()
+            raise
         say(stack)
     return DONE
 
@@ -386,7 +401,11 @@ def locked(root: str) -> Iterator[None]:
         ConfigError: another is at work.
     """
     folder = stack_folder(root)
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "lock").touch()
+    except OSError as error:
+        raise ConfigError(f"a stack cannot be kept in {folder}: {error}") from None
     with (folder / "lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -186,7 +186,10 @@ def explain(error: ValidationError) -> Iterator[str]:
             wrong.setdefault(loc, []).append(item)
     for loc, items in wrong.items():
         allowed = " or ".join(_allowed(item) for item in items)
-        yield f"{_dotted(loc)} = {items[0]['input']!r} is not allowed: it should be {allowed}"
+        # Among free arguments may be one that nobody should see.
+        free = loc[:2] == ("storage", "options") or loc[:1] == ("sglang",)
+        value = "" if free else f" = {items[0]['input']!r}"
+        yield f"{_dotted(loc)}{value} is not allowed: it should be {allowed}"
 
 
 def _real_keys(loc: tuple[str | int, ...]) -> tuple[str | int, ...]:

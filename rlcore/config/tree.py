@@ -49,6 +49,8 @@ SECRET_WORDS = frozenset(
 def _names_a_secret(name: str) -> bool:
     """Whether a free argument of that name holds a secret, as `key`, `aws_session_token` do."""
     words = [word for word in re.split(r"[^a-z]+", name.lower()) if word]
+    if words[-2:] == ["connection", "string"]:
+        return True
     return bool(words) and (words[-1] in SECRET_WORDS or "secret" in words or "password" in words)
 
 

@@ -85,7 +85,7 @@ def summarise(objects: Objects, run_id: str) -> RunSummary:
 def iterations_asked(store: RunStore) -> int:
     """Iterations that the newest driver was asked for: a resumed run may be made longer."""
     outcome = last_outcome(store)
-    if outcome is not None and "num_iterations" in outcome:
+    if outcome is not None and isinstance(outcome.get("num_iterations"), int):
         return int(outcome["num_iterations"])
     return int(store.load_run()["config"]["train"]["num_iterations"])
 
