@@ -186,9 +186,8 @@ def explain(error: ValidationError) -> Iterator[str]:
             wrong.setdefault(loc, []).append(item)
     for loc, items in wrong.items():
         allowed = " or ".join(_allowed(item) for item in items)
-        # Among free arguments may be one that nobody should see.
-        free = loc[:2] == ("storage", "options") or loc[:1] == ("sglang",)
-        value = "" if free else f" = {items[0]['input']!r}"
+        # Among these may be one that nobody should see.
+        value = f" = {items[0]['input']!r}" if loc[:2] != ("storage", "options") else ""
         yield f"{_dotted(loc)}{value} is not allowed: it should be {allowed}"
 
 
