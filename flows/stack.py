@@ -13,6 +13,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import secrets
 import shlex
 import shutil
@@ -183,7 +184,7 @@ def start(stack: Stack, names: list[str]) -> None:
 
 def start_server(stack: Stack) -> Daemon:
     """Start Prefect's server, at the port that it had before if that is free."""
-    port = pick_port(stack.api_url)
+    port = pick_port(stack.api_url, USUAL_PORT)
     stack.api_url = f"http://127.0.0.1:{port}/api"
     home = stack.folder / "prefect"
     home.mkdir(parents=True, exist_ok=True)
@@ -210,8 +211,13 @@ def wait_for_server(stack: Stack) -> None:
 
 def start_ray(stack: Stack) -> Daemon:
     """Start a Ray head with its own folder, ports and token."""
-    port = free_port()
+    # A worker that lives on knows the address that it was started with.
+    port = pick_port(stack.ray_address)
     stack.ray_address = f"127.0.0.1:{port}"
+    if stack.ray_temp:
+        # Of a head that died.
+        end(of_folder(stack.ray_temp), PATIENCE_S)
+        shutil.rmtree(stack.ray_temp, ignore_errors=True)
     # Ray's sockets lie below, and their paths may have no more than about a hundred characters.
     stack.ray_temp = tempfile.mkdtemp(prefix="sluice-ray-")
     if not stack.token.exists():
@@ -373,10 +379,10 @@ def stack_folder(root: str) -> Path:
     return Path.home() / ".local" / "share" / "sluice" / f"stack-{tag}"
 
 
-def pick_port(before: str) -> int:
-    """A port for the server: the one it had, the usual one, or any that is free."""
-    had = [int(before.removesuffix("/api").rpartition(":")[2])] if before else []
-    for port in (*had, USUAL_PORT):
+def pick_port(before: str, *usual: int) -> int:
+    """A port for a server: the one that it had, a usual one, or any that is free."""
+    had = [int(port) for port in re.findall(r":(\d+)", before)]
+    for port in (*had, *usual):
         with contextlib.suppress(OSError):
             return free_port(port=port)
     return free_port()

@@ -1,4 +1,7 @@
-"""What Prefect shows of a run: flows, tasks, names, states and artifacts, asked through its API."""
+"""What Prefect shows of a run: flows, tasks, names, states and artifacts, asked through its API.
+
+With the server on SQLite and, where there is one, on PostgreSQL.
+"""
 
 import os
 import subprocess
@@ -7,30 +10,30 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
+from prefect_servers import KINDS, prefect_server
 from real_runs import Sluice, short, wait_for
 
-from flows.server import PrefectServer
 from rlcore.config import load_config
 
 TASKS = ["rollout", "reward", "filter", "train", "weight_sync", "evaluate", "checkpoint"]
 
 
-def test_prefect_shows_every_iteration_and_stage(tmp_path: Path) -> None:
-    server = PrefectServer(tmp_path / "prefect")
-    server.wait()
-    try:
-        sluice = Sluice(tmp_path / "root", tmp_path, env={"PREFECT_API_URL": server.api_url})
+@pytest.mark.parametrize("kind", KINDS)
+def test_prefect_shows_every_iteration_and_stage(kind: str, tmp_path: Path) -> None:
+    with prefect_server(kind, tmp_path / "prefect") as api_url:
+        sluice = Sluice(tmp_path / "root", tmp_path, env={"PREFECT_API_URL": api_url})
         printed = sluice("train", str(short(tmp_path, iterations=3)), "--run-id", "seen")
-        assert server.api_url.removesuffix("/api") in printed
+        assert api_url.removesuffix("/api") in printed
         assert "for as long as this command runs" not in printed
 
-        runs = rows(server, "flow_runs")
+        runs = rows(api_url, "flow_runs")
         assert {r["state_type"] for r in runs} == {"COMPLETED"}
         assert [r["name"] for r in runs if r["name"].startswith("train-")] == ["train-seen"]
         iterations = sorted(r["name"] for r in runs if not r["name"].startswith("train-"))
         assert iterations == [f"seen-it{i:06d}" for i in range(3)]
 
-        stages = [t for t in rows(server, "task_runs") if not t["name"].startswith("rl-iteration")]
+        stages = [t for t in rows(api_url, "task_runs") if not t["name"].startswith("rl-iteration")]
         assert {t["state_type"] for t in stages} == {"COMPLETED"}
         expected = [f"{task}-it{i:06d}" for i in range(3) for task in TASKS[: 5 if i < 2 else 7]]
         assert sorted(t["name"] for t in stages) == sorted(expected)
@@ -38,53 +41,48 @@ def test_prefect_shows_every_iteration_and_stage(tmp_path: Path) -> None:
         assert policy == dict.fromkeys(TASKS, 2) | {"train": 0, "weight_sync": 0}
 
         names = {t["id"]: t["name"] for t in stages}
-        told = [(names.get(line["task_run_id"], ""), line["message"]) for line in logs(server)]
+        told = [(names.get(line["task_run_id"], ""), line["message"]) for line in logs(api_url)]
         for task, who in (("rollout", "rollout worker"), ("train", "trainer rank 0")):
             lines = [text for name, text in told if name == f"{task}-it000001"]
             assert any(text.startswith(f"{who}: iteration 1: ") for text in lines), told
 
-        keys = {a["key"] for a in rows(server, "artifacts")}
+        keys = {a["key"] for a in rows(api_url, "artifacts")}
         assert keys == {"seen-progress", "seen-metrics", "seen-reward", "seen-summary"}
-    finally:
-        server.end()
-        server.gone()
 
 
-def test_a_run_starts_from_a_plain_dict_as_prefects_form_sends_it(tmp_path: Path) -> None:
-    server = PrefectServer(tmp_path / "prefect")
-    server.wait()
-    try:
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_starts_from_a_plain_dict_as_prefects_form_sends_it(
+    kind: str, tmp_path: Path
+) -> None:
+    with prefect_server(kind, tmp_path / "prefect") as api_url:
         config = load_config(short(tmp_path, iterations=1)).model_dump(mode="json")
         config["run"].pop("id")
         config["storage"] = {"root": "here"}
         script = (
             f"import asyncio, flows.train; asyncio.run(flows.train.rl_train(config={config!r}))"
         )
-        env = os.environ | {"PREFECT_API_URL": server.api_url}
+        env = os.environ | {"PREFECT_API_URL": api_url}
         subprocess.run([sys.executable, "-c", script], env=env, cwd=tmp_path, check=True)
-        [run] = [r for r in rows(server, "flow_runs") if r["name"].startswith("train-")]
+        [run] = [r for r in rows(api_url, "flow_runs") if r["name"].startswith("train-")]
         assert (run["name"], run["state_type"]) == (f"train-{run['id']}", "COMPLETED")
         [stored] = Sluice(tmp_path / "here", tmp_path).json("runs")
         assert (stored["run_id"], stored["status"]) == (f"run-{run['id']}", "completed")
-    finally:
-        server.end()
-        server.gone()
 
 
-def logs(server: PrefectServer) -> list[dict[str, Any]]:
+def logs(api_url: str) -> list[dict[str, Any]]:
     """All lines that the server has, once those of the last stage are there: they go in batches."""
 
     def found() -> list[dict[str, Any]]:
-        return [line for page in range(5) for line in rows(server, "logs", offset=200 * page)]
+        return [line for page in range(5) for line in rows(api_url, "logs", offset=200 * page)]
 
     wait_for(lambda: any("iteration 2: " in line["message"] for line in found()), seconds=30)
     return found()
 
 
-def rows(server: PrefectServer, kind: str, offset: int = 0) -> list[dict[str, Any]]:
+def rows(api_url: str, kind: str, offset: int = 0) -> list[dict[str, Any]]:
     """All objects of a kind that the server knows."""
     answer = httpx.post(
-        f"{server.api_url}/{kind}/filter", json={"limit": 200, "offset": offset}, timeout=30
+        f"{api_url}/{kind}/filter", json={"limit": 200, "offset": offset}, timeout=30
     )
     answer.raise_for_status()
     found: list[dict[str, Any]] = answer.json()
