@@ -30,7 +30,7 @@ from typing import Any
 
 import httpx
 import psutil
-from real_runs import QUICKSTART, Sluice
+from real_runs import QUICKSTART, Sluice, finish
 
 from rlcore.observe.history import summarise
 from rlcore.observe.sql import connect
@@ -319,7 +319,7 @@ def run_through(
     for _ in range(len(faults.points) + 1):
         before = faults.fired()
         process = killed.start(*args)
-        out, err = process.communicate(timeout=DRIVER_TIMEOUT_S)
+        out, err = finish(process, DRIVER_TIMEOUT_S)
         if process.returncode == 0:
             break
         assert process.returncode == -9, f"exit code {process.returncode}\n{out}\n{err}"

@@ -39,7 +39,7 @@ class Sluice:
     def __call__(self, *args: str, code: int = 0, timeout: float = RUN_TIMEOUT_S) -> str:
         """Run the command to its end; returns what it printed on standard output."""
         process = self.start(*args)
-        out, err = process.communicate(timeout=timeout)
+        out, err = finish(process, timeout)
         assert process.returncode == code, f"exit code {process.returncode}\n{out}\n{err}"
         return out if code == 0 else out + err
 
@@ -50,6 +50,15 @@ class Sluice:
     def committed(self, run_id: str, iteration: int) -> Path:
         """The file that says that an iteration is committed."""
         return Path(self.root) / "runs" / run_id / "it" / f"{iteration:06d}" / "_COMMITTED.json"
+
+
+def finish(process: subprocess.Popen[str], timeout: float) -> tuple[str, str]:
+    """What a command printed, on both streams; one that takes too long is ended with its tree."""
+    try:
+        return process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        kill_tree(process.pid)
+        raise
 
 
 def wait_for(what: Callable[[], bool], seconds: float = 120.0) -> None:
