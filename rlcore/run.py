@@ -9,6 +9,7 @@ Invariants:
 """
 
 import asyncio
+import itertools
 import logging
 import time
 import uuid
@@ -33,6 +34,8 @@ log = logging.getLogger("sluice.run")
 
 T = TypeVar("T")
 SECONDS = "seconds"
+SYNC_TRIES = 3
+"""How often weights are pushed to engines that did not answer and yet seem to run."""
 TRAINER_STARTS = 3
 """How often the trainer is started for one piece of work."""
 TRAIN_SECTIONS = STAGE_SECTIONS["train"]
@@ -196,16 +199,18 @@ class Run:
 
     async def sync_engines(self, version: int) -> Work:
         """Push policy `version` to the engines; one that goes down meanwhile is brought back."""
-        while True:
+        for left in itertools.count(SYNC_TRIES - 1, -1):
             before = self.fleet.engine_restarts
             try:
                 return await self.with_trainer(version, lambda: self.fleet.sync(version))
             except (EngineError, SyncError) as error:
                 await self.fleet.mend_engines()
                 # Or whoever watches them has brought one back in between.
-                if self.fleet.engine_restarts == before:
+                restarted = self.fleet.engine_restarts != before
+                if not restarted and (left <= 0 or isinstance(error, SyncError)):
                     raise
                 log.error("%s; the weights are pushed again", error)
+        raise AssertionError("unreachable")
 
     async def refill(self, urls: Sequence[str]) -> None:
         """Give the weights that the other engines hold to engines that were started again.
