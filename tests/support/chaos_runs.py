@@ -42,7 +42,7 @@ STAGES = ("rollout", "reward", "filter", "train", "weight_sync", "evaluate", "ch
 PHASES = ("before", "middle", "parts", "committed")
 ITERATIONS = 3
 DRIVER_TIMEOUT_S = 180.0
-GONE_S = 30.0
+GONE_S = 90.0
 OPEN_STATES = ("RUNNING", "PENDING", "CANCELLING")
 
 
