@@ -125,17 +125,30 @@ class Engines:
             return str(error)
 
     async def _restart(self, rank: int, reason: str) -> None:
+        """Start an engine again; one that goes down meanwhile as well is tried again."""
+        url = self.urls[rank]
+        while True:
+            if self._starts[rank] >= RESTARTS:
+                raise EngineError(
+                    f"engine {rank} ({url}) went down {RESTARTS + 1} times within one iteration, "
+                    f"the last time since {reason}; its log is in {self._spec.log_dir}"
+                )
+            self._starts[rank] += 1
+            self.restarts += 1
+            log.error("engine %d (%s) is down: %s; it is started again", rank, url, reason)
+            try:
+                await self._stop(rank)
+                await self._launch(rank, urlsplit(url).port)
+            except (EngineError, ClusterError) as error:
+                reason = str(error)
+            else:
+                log.warning("engine %d (%s) answers again", rank, url)
+                return
+
+    async def _stop(self, rank: int) -> None:
+        """End what is left of an engine."""
         import ray
 
-        url = self.urls[rank]
-        if self._starts[rank] >= RESTARTS:
-            raise EngineError(
-                f"engine {rank} ({url}) went down {RESTARTS + 1} times within one iteration, the "
-                f"last time since {reason}; its log is in {self._spec.log_dir}"
-            )
-        self._starts[rank] += 1
-        self.restarts += 1
-        log.error("engine %d (%s) is down: %s; it is started again", rank, url, reason)
         actor = self._actors[rank]
         try:
             # What hangs would not end by itself.
@@ -144,5 +157,3 @@ class Engines:
             # The actor is gone or hangs as well. Its server goes with it.
             ray.kill(actor)
             self._actors[rank] = self._maker.remote(self._spec, rank)
-        await self._launch(rank, urlsplit(url).port)
-        log.warning("engine %d (%s) answers again", rank, url)

@@ -46,6 +46,7 @@ def _arm(plan, folder):
     import functools
     import inspect
     import json
+    import re
     import signal
     import subprocess
     import threading
@@ -88,7 +89,7 @@ def _arm(plan, folder):
         import psutil
 
         try:
-            return process.cmdline()[:8]
+            return process.cmdline()[:12]
         except psutil.Error:
             return []
 
@@ -115,7 +116,9 @@ def _arm(plan, folder):
             "rollout": "ray::RolloutActor",
         }[kind]
         matching = [p for p in found.values() if any(mark in word for word in words(p))]
-        matching.sort(key=lambda p: p.create_time())
+        # An engine keeps its port however often it is started again.
+        port = re.compile(r"--port (\d+)")
+        matching.sort(key=lambda p: (port.findall(" ".join(words(p))), p.create_time()))
         # One that is just being started again is not there: then another of its kind.
         return [*matching[int(number or 0) :], *matching][:1]
 
