@@ -59,6 +59,7 @@ def test_killed_at_some_points(sluice: Sluice, tmp_path: Path, calm: Calm) -> No
         record("driver", faults)
 
 
+@pytest.mark.chaos
 @pytest.mark.timeout(600)
 def test_killed_with_prefect_on_postgresql(sluice: Sluice, tmp_path: Path, calm: Calm) -> None:
     with (

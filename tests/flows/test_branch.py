@@ -61,6 +61,7 @@ def test_a_fork_without_changes_ends_with_the_same_bits_though_killed(grown: Slu
     assert found["state_sha256"][0] == found["state_sha256"][1]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_train_again_with_other_settings_though_killed(grown: Sluice) -> None:
     again = ("rerun", "a", "--iter", "1", "--stage", "train", *SETS, "--as", "hot")
@@ -95,6 +96,7 @@ def test_train_again_with_other_settings_though_killed(grown: Sluice) -> None:
     assert found["state_sha256"][0] != found["state_sha256"][1]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_stored_rollouts_scored_again_then_trained_on(grown: Sluice) -> None:
     again = ("rerun", "a", "--iter", "2", "--stage", "reward", "--reward", "other.py:reward")
