@@ -164,7 +164,7 @@ def test_everything_listens_on_loopback_alone(run: Watched) -> None:
 @pytest.mark.timeout(600)
 def test_rays_door_is_closed_to_who_has_no_token(run: Watched) -> None:
     assert "joined" in run.friend
-    assert "joined" not in run.stranger and "Error" in run.stranger
+    assert "joined" not in run.stranger
 
 
 @pytest.mark.timeout(600)

@@ -16,7 +16,7 @@ def test_settings_and_extras() -> None:
         dtype="bfloat16",
         extra={"mem_fraction_static": 0.6, "disable-cuda-graph": True, "enable_metrics": False},
     )
-    assert argv[:3] == [sys.executable, "-m", "sglang.launch_server"]
+    assert argv[:4] == [sys.executable, "-P", "-m", "sglang.launch_server"]
     options = " ".join(argv[3:])
     assert options == (
         "--model-path /models/m --host 127.0.0.1 --port 3000 --tp-size 2 --dtype bfloat16 "
