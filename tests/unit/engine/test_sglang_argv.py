@@ -17,7 +17,7 @@ def test_settings_and_extras() -> None:
         extra={"mem_fraction_static": 0.6, "disable-cuda-graph": True, "enable_metrics": False},
     )
     assert argv[:4] == [sys.executable, "-P", "-m", "sglang.launch_server"]
-    options = " ".join(argv[3:])
+    options = " ".join(argv[4:])
     assert options == (
         "--model-path /models/m --host 127.0.0.1 --port 3000 --tp-size 2 --dtype bfloat16 "
         "--mem-fraction-static 0.6 --disable-cuda-graph"
