@@ -203,6 +203,11 @@ async def call(ref: Awaitable[T], *, deadline_s: float, what: str) -> T:
         raise
     except ray.exceptions.RayActorError as error:
         raise ActorDied(f"{what} died: {str(error).splitlines()[0]}") from None
+    except ray.exceptions.RayError as error:
+        raise ClusterError(
+            f"{what} cannot be reached: Ray's head is gone, or is another one; start Ray, then "
+            f"resume the run ({str(error).strip()})"
+        ) from None
 
 
 async def first_of(work: Awaitable[T], watch: "asyncio.Future[None] | None") -> T:
