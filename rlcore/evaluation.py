@@ -18,6 +18,7 @@ from rlcore.cluster.plan import FleetPlan, engine_gpus, engine_spec, rollout_pla
 from rlcore.cluster.ray_session import actor_class, call, gather
 from rlcore.cluster.rollout_actor import RolloutActor, StageReport
 from rlcore.config import EvalDataset, RunConfig, config_digest
+from rlcore.config.digest import STAGE_SECTIONS
 from rlcore.errors import ConfigError, Corrupt, NotFound
 from rlcore.store.files import download_folder, find_damage
 from rlcore.store.manifest import FileRef, Manifest, StageRef
@@ -117,7 +118,7 @@ async def evaluate_checkpoint(
         stage="evaluate",
         files=tuple(report.files),
         inputs={"checkpoint": checkpoint.manifest_sha256},
-        config_digest=config_digest(config, "run", "eval", "reward", "rollout"),
+        config_digest=config_digest(config, *STAGE_SECTIONS["evaluate"]),
         epoch=0,
         attempt=attempt,
         policy_version=checkpoint.iteration + 1,
@@ -153,8 +154,7 @@ async def _generate(
     spec = dataclasses.replace(
         engine_spec(plan), model_path=str(folder), log_dir=str(plan.local("logs") / attempt)
     )
-    gpus = engine_gpus(config) if config.rollout.engine == "sglang" else 0.0
-    engines = Engines(spec, config.num_engines, gpus)
+    engines = Engines(spec, config.num_engines, engine_gpus(config))
     worker = actor_class(RolloutActor).remote(
         dataclasses.replace(rollout_plan(plan), model_folder=str(folder))
     )

@@ -38,8 +38,6 @@ SYNC_TRIES = 3
 """How often weights are pushed to engines that did not answer and yet seem to run."""
 TRAINER_STARTS = 3
 """How often the trainer is started for one piece of work."""
-TRAIN_SECTIONS = STAGE_SECTIONS["train"]
-"""What a training step depends on, beside its batch."""
 
 
 @dataclass(frozen=True)
@@ -268,7 +266,7 @@ class Run:
         after = chain_state_id(
             before,
             [ref.sha256 for ref in refs.values()],
-            config_digest(self.config, *TRAIN_SECTIONS),
+            config_digest(self.config, *STAGE_SECTIONS["train"]),
         )
         inputs = self._train_inputs(i, manifests, after, before=before)
         return await self.with_trainer(i, lambda: self.fleet.train(inputs, save=self.state_due(i)))

@@ -2,7 +2,8 @@
 
 import logging
 
-from rlcore.run import TRAIN_SECTIONS, Run
+from rlcore.config.digest import STAGE_SECTIONS
+from rlcore.run import Run
 from rlcore.store.manifest import StageRef
 from rlcore.work import Work
 from tasks.stage import stage
@@ -10,7 +11,7 @@ from tasks.stage import stage
 log = logging.getLogger("sluice.train")
 
 
-@stage("train", sections=TRAIN_SECTIONS)
+@stage("train", sections=STAGE_SECTIONS["train"])
 async def train(run: Run, i: int, rollout: StageRef, reward: StageRef, filter: StageRef) -> Work:
     """Take the optimizer steps of one iteration.
 

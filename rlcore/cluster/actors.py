@@ -53,8 +53,7 @@ class Actors:
         """
         plan, config = self._plan, self._plan.config
         check_gpus(plan)
-        gpus = engine_gpus(config) if config.rollout.engine == "sglang" else 0.0
-        self._engines = Engines(engine_spec(plan), config.num_engines, gpus)
+        self._engines = Engines(engine_spec(plan), config.num_engines, engine_gpus(config))
         self._group = await self._new_trainer()
         # The trainer's first rank builds the model, since it has torch loaded already.
         await self._group.prepare_model(plan.store.origin, config.model)
@@ -110,8 +109,7 @@ def check_gpus(plan: FleetPlan) -> None:
 
     config = plan.config
     needed = config.world_size * trainer_gpus(config) if plan.cuda else 0.0
-    if config.rollout.engine == "sglang":
-        needed += config.num_engines * engine_gpus(config)
+    needed += config.num_engines * engine_gpus(config)
     there = ray.cluster_resources().get("GPU", 0.0)
     if needed > there:
         raise ClusterError(

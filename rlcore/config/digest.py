@@ -20,6 +20,7 @@ STAGE_SECTIONS: dict[str, tuple[str, ...]] = {
     "reward": ("reward",),
     "filter": ("filter", "reward"),
     "train": ("run", "model", "algorithm", "train"),
+    "evaluate": ("run", "eval", "reward", "rollout"),
 }
 """The sections that a stage's result depends on, beside its inputs, where others need to know."""
 
