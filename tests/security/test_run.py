@@ -56,7 +56,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
             env = server.env(folder / "home") | ELSEWHERE | {"RAY_TMPDIR": temp, "TMPDIR": temp}
             sluice = Sluice("s3://runs/secure", cwd=folder / "cwd", env=env)
             objects = Objects.open("s3://runs/secure")
-            config = short(folder, iterations=3, more="state_interval = 1")
+            seen_it = folder / "seen-it"
+            reward = held_reward(folder, until=seen_it)
+            config = short(folder, iterations=3, more="state_interval = 1\n" + reward)
             process = start_safely(sluice, config)
             wait_for(lambda: objects.exists(committed_key("s", 0)), 200)
             seen.listening = listening(process.pid)
@@ -64,12 +66,25 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
             other.write_text("0" * 64)
             seen.friend = join_ray(process.pid, folder / "home" / ".ray" / "auth_token", folder)
             seen.stranger = join_ray(process.pid, other, folder)
+            seen_it.touch()
             out, err = process.communicate(timeout=200)
             assert process.returncode == 0, out + err
             seen.output = out + err
             seen.store = {key: objects.get(key) for key in objects.list("runs")}
             copy_tree(Path(temp), folder / "temp")
         yield seen
+
+
+def held_reward(folder: Path, until: Path) -> str:
+    """The quickstart's reward, which from the second iteration on waits until a file is there."""
+    (folder / "held.py").write_text(
+        "import os, time\n"
+        "def reward(args, sample):\n"
+        f"    while sample.index >= 64 and not os.path.exists({str(until)!r}): time.sleep(0.05)\n"
+        "    return float(sample.response.startswith(sample.label))\n"
+    )
+    path = f"{folder / 'held.py'}:reward"
+    return f'[reward]\ncustom_rm_path = "{path}"\ntimeout_s = 300'
 
 
 def start_safely(sluice: Sluice, config: Path) -> "subprocess.Popen[str]":

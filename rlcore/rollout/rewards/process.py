@@ -53,6 +53,7 @@ class WorkerProcess:
         """Calls it was given and has not answered, by number."""
         self.link.send(settings)
         self._started = time.monotonic()
+        self._late: tuple[int | None, float] = None, 0.0
 
     def give(self, calls: list[Call]) -> None:
         """Send a chunk of calls. Only when it is ready and has none."""
@@ -72,6 +73,15 @@ class WorkerProcess:
             raise PluginError(
                 f"reward.custom_rm_path: loading it took longer than {LOAD_TIMEOUT_S:g} s"
             )
+
+    def has_been_late(self, call: int | None) -> float:
+        """Seconds since the parent first saw that this call takes too long; None: no call does.
+
+        The call's own time is no measure: on a machine that was paused, it passed for all.
+        """
+        if call is None or call != self._late[0]:
+            self._late = call, time.monotonic()
+        return time.monotonic() - self._late[1] if call is not None else 0.0
 
     def kill(self, patience_s: float = 0.0) -> str:
         """End the process and say how it ended; its messages stay readable.

@@ -25,7 +25,7 @@ from rlcore.sample import Sample
 
 GRACE_S = 0.25
 """How much longer than `timeout_s` the parent waits, so that an async function's own limit acts
-first."""
+first, and a call that only stood still with the whole machine ends first."""
 
 
 def check_reward(config: RewardConfig) -> None:
@@ -137,13 +137,14 @@ class Scorer:
         for worker in self._workers:
             if worker.calls:
                 call, seconds = worker.progress.read()
-                left = self._config.timeout_s + GRACE_S - seconds
-                shortest = min(shortest, 0.05 if call == Progress.IDLE else max(0.001, left))
+                left = self._config.timeout_s - seconds
+                shortest = min(shortest, 0.05 if call == Progress.IDLE else max(0.01, left))
         return shortest
 
     def _is_overdue(self, worker: WorkerProcess) -> bool:
         call, seconds = worker.progress.read()
-        return call != Progress.IDLE and seconds > self._config.timeout_s + GRACE_S
+        late = call != Progress.IDLE and seconds > self._config.timeout_s
+        return worker.has_been_late(call if late else None) > GRACE_S
 
     def _take(self, worker: WorkerProcess, batch: ScoringBatch) -> bool:
         """Take in a message. False: the worker is gone."""

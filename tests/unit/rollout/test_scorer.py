@@ -151,10 +151,10 @@ def test_a_hang_costs_its_own_sample_and_no_other_is_scored_twice(
         f"    if sample.index in (5, 11): {hang}\n"
         "    return len(sample.response)\n"
     )
-    scores = scoring.score(body, timeout_s=0.5, workers=workers)
+    scores = scoring.score(body, timeout_s=1.0, workers=workers)
     failed = only_failed(scores)
     assert sorted(failed) == [5, 11]
-    assert set(failed.values()) == {"it took longer than reward.timeout_s = 0.5 s"}
+    assert set(failed.values()) == {"it took longer than reward.timeout_s = 1 s"}
     assert scoring.calls() == Counter(range(N))
 
 
@@ -294,30 +294,57 @@ def test_check_and_trial(scoring: Scoring) -> None:
         try_reward(slow, samples(1)[0])
 
 
-def test_workers_end_with_their_parent_whatever_they_do(scoring: Scoring, tmp_path: Path) -> None:
+def test_a_pause_of_the_whole_machine_is_nobodys_timeout(scoring: Scoring, tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
     config = scoring.config(
         "def reward(args, sample):\n"
-        f"    open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\n"
+        f"    open({str(pid_file)!r}, 'w').write(str(os.getpid()))\n"
+        "    time.sleep(0.5)\n"
+        "    return 1\n"
+    )
+    parent = _try_in_another_process(config.custom_rm_path, timeout_s=1.0)
+    both = [parent.pid, _read_pid(pid_file)]
+    for pid in both:
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(2)
+    for pid in both:
+        os.kill(pid, signal.SIGCONT)
+    assert parent.wait(20) == 0
+
+
+def test_workers_end_with_their_parent_whatever_they_do(scoring: Scoring, tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    config = scoring.config(
+        "def reward(args, sample):\n"
+        f"    open({str(pid_file)!r}, 'w').write(str(os.getpid()))\n"
         "    re.match('(a+)+$', 'a' * 60 + 'b')\n"
     )
+    parent = _try_in_another_process(config.custom_rm_path, timeout_s=100.0)
+    worker = _read_pid(pid_file)
+    parent.kill()
+    parent.wait()
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline and _runs(worker):
+        time.sleep(0.05)
+    assert not _runs(worker)
+
+
+def _try_in_another_process(path: str, timeout_s: float) -> subprocess.Popen[bytes]:
     code = (
         "from rlcore.config.tree import RewardConfig\n"
         "from rlcore.rollout.rewards import try_reward\n"
         "from rlcore.sample import Sample, Status\n"
-        f"config = RewardConfig(custom_rm_path={config.custom_rm_path!r}, timeout_s=100.0)\n"
+        f"config = RewardConfig(custom_rm_path={path!r}, timeout_s={timeout_s})\n"
         "try_reward(config, Sample(status=Status.COMPLETED))\n"
     )
-    parent = subprocess.Popen([sys.executable, "-c", code])
-    pid_file = tmp_path / "pid"
+    return subprocess.Popen([sys.executable, "-c", code])
+
+
+def _read_pid(file: Path) -> int:
     deadline = time.monotonic() + 20
-    while not (pid_file.exists() and pid_file.read_text()) and time.monotonic() < deadline:
+    while not (file.exists() and file.read_text()) and time.monotonic() < deadline:
         time.sleep(0.05)
-    worker = int(pid_file.read_text())
-    parent.kill()
-    parent.wait()
-    while time.monotonic() < deadline and _runs(worker):
-        time.sleep(0.05)
-    assert not _runs(worker)
+    return int(file.read_text())
 
 
 def _runs(pid: int) -> bool:
