@@ -75,6 +75,8 @@ class PrefectServer:
                 if httpx.get(f"{self.api_url}/health", timeout=2).status_code == 200:
                     if self._new:
                         keep_empty(self._database)
+                    # The first real request has the server put its routes together, for a second.
+                    httpx.post(f"{self.api_url}/flow_runs/filter", json={"limit": 1}, timeout=20)
                     return
             except httpx.HTTPError:
                 pass

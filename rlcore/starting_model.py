@@ -48,10 +48,26 @@ def prepare_model(
         made = _build(model.build, seed, scratch / "building")
         refs = upload_folder(objects, made, prefix)
         objects.put_if_absent(listing, canonical_json([r.model_dump(mode="json") for r in refs]))
-    refs = [FileRef.model_validate(item) for item in json.loads(objects.get(listing))]
     if objects.local_path(prefix) is None:
-        download_folder(objects, refs, prefix, scratch / "model")
-    for ref in refs:
+        download_folder(objects, _listed(objects, run_id), prefix, scratch / "model")
+    check_in_place(objects, run_id, model)
+
+
+def is_in_place(objects: Objects, run_id: str, model: ModelConfig) -> bool:
+    """Whether the model's folder needs no preparing: it is named, or it was built on a disk that
+    all see.
+    """
+    kept_here = objects.local_path(model_prefix(run_id)) is not None
+    return bool(model.path) or (kept_here and objects.exists(model_listing_key(run_id)))
+
+
+def check_in_place(objects: Objects, run_id: str, model: ModelConfig) -> None:
+    """The files of a model that was built are those that were built.
+
+    Raises:
+        Corrupt: one was altered.
+    """
+    for ref in [] if model.path else _listed(objects, run_id):
         if damage := find_damage(objects, ref):
             raise Corrupt(f"the starting model of run {run_id} is damaged: {damage}")
 
@@ -61,6 +77,12 @@ def model_digest(objects: Objects, run_id: str, model: ModelConfig) -> str:
     built.
     """
     return model.path.rpartition("/")[2] or objects.get(model_listing_key(run_id)).decode()
+
+
+def _listed(objects: Objects, run_id: str) -> list[FileRef]:
+    return [
+        FileRef.model_validate(item) for item in json.loads(objects.get(model_listing_key(run_id)))
+    ]
 
 
 def _build(spec: str, seed: int, folder: Path) -> Path:

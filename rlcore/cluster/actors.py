@@ -1,5 +1,7 @@
 """The actors of a run: how they come up, come back, and end."""
 
+import asyncio
+from collections.abc import Awaitable
 from typing import Any
 
 from rlcore.cluster.engines import Engines
@@ -9,6 +11,7 @@ from rlcore.cluster.rollout_actor import RolloutActor
 from rlcore.cluster.trainer_actor import TrainerSpec
 from rlcore.cluster.trainer_group import TrainerGroup
 from rlcore.errors import ClusterError
+from rlcore.starting_model import check_in_place, is_in_place
 from rlcore.store.credentials import all_options
 
 CONTROL_DEADLINE_S = 300.0
@@ -53,13 +56,19 @@ class Actors:
         """
         plan, config = self._plan, self._plan.config
         check_gpus(plan)
+        # Ray starts processes in the order in which actors are asked for, and the trainer is the
+        # last to be ready.
+        trainer = asyncio.create_task(self._new_trainer())
+        await asyncio.sleep(0)
         self._engines = Engines(engine_spec(plan), config.num_engines, engine_gpus(config))
-        self._group = await self._new_trainer()
-        # The trainer's first rank builds the model, since it has torch loaded already.
-        await self._group.prepare_model(plan.store.origin, config.model)
+        if is_in_place(plan.store.objects, plan.store.origin, config.model):
+            check_in_place(plan.store.objects, plan.store.origin, config.model)
+        else:
+            # The trainer's first rank builds the model, since it has torch loaded already.
+            await (await trainer).prepare_model(plan.store.origin, config.model)
         state = plan.start_state()
         self.worker = actor_class(RolloutActor).remote(rollout_plan(plan))
-        await gather(self._engines.start(), self._group.load(state), self._worker_ready())
+        await gather(self._engines.start(), load(trainer, state), self._worker_ready())
         await self._set_engines()
         return state
 
@@ -67,7 +76,7 @@ class Actors:
         """New ranks in place of those that are gone."""
         self.trainer.kill()
         self.trainer_restarts += 1
-        self._group = await self._new_trainer()
+        await self._new_trainer()
 
     async def restart_worker(self) -> None:
         """A new rollout worker in place of the one that is gone."""
@@ -88,7 +97,8 @@ class Actors:
 
     async def _new_trainer(self) -> TrainerGroup:
         self._trainers += 1
-        return await start_trainer(self._plan, self._trainers)
+        self._group = await start_trainer(self._plan, self._trainers)
+        return self._group
 
     async def _worker_ready(self) -> None:
         ping = self.worker.ping.remote()
@@ -97,6 +107,11 @@ class Actors:
     async def _set_engines(self) -> None:
         setting = self.worker.set_engines.remote(self.urls)
         await call(setting, deadline_s=CONTROL_DEADLINE_S, what="the rollout worker")
+
+
+async def load(starting: Awaitable[TrainerGroup], state: str) -> None:
+    """Have the trainer that is coming up load the starting model."""
+    await (await starting).load(state)
 
 
 def check_gpus(plan: FleetPlan) -> None:

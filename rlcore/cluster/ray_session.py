@@ -24,6 +24,7 @@ LOCAL = "local"
 """The address that stands for a private Ray."""
 HEAD_PATIENCE_S = 5.0
 """Seconds that a head which is starting has until it listens."""
+NEEDLESS = ("start_api_server", "start_log_monitor", "start_monitor")
 STARTS = 3
 """How often a private Ray is begun before a machine counts as too slow for it."""
 
@@ -88,7 +89,7 @@ def connect(address: str) -> bool:
         }
     for attempt in range(STARTS):
         try:
-            with own_signals():
+            with own_signals(), bare_node() if address == LOCAL else contextlib.nullcontext():
                 ray.init(address=address, **options)
             break
         except (ConnectionError, RuntimeError, ValueError) as error:
@@ -120,6 +121,31 @@ def own_signals() -> Iterator[None]:
     finally:
         if before not in (None, signal.SIG_DFL) and in_main_thread():
             signal.signal(signal.SIGTERM, before)
+
+
+@contextlib.contextmanager
+def bare_node() -> Iterator[None]:
+    """Start a Ray node without its dashboard, its autoscaler and the tailing of its logs.
+
+    Nobody looks at those of a private Ray, and on two cores they would take two seconds of every
+    start. Ray has no settings for it; the dashboard's agent is small where its libraries lack.
+    """
+    from ray._private.node import Node
+
+    libraries = "ray.dashboard.optional_deps"
+    kept = {name: getattr(Node, name) for name in NEEDLESS}
+    known = sys.modules.get(libraries)
+    for name in NEEDLESS:
+        setattr(Node, name, lambda self, **_: None)
+    sys.modules[libraries] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for name, method in kept.items():
+            setattr(Node, name, method)
+        sys.modules.pop(libraries)
+        if known is not None:
+            sys.modules[libraries] = known
 
 
 def in_main_thread() -> bool:
