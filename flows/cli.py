@@ -49,7 +49,7 @@ def train(
     json: Json = False,
 ) -> int:
     """Start a run, or go on with the one of the same name and configuration."""
-    from flows.launch import run_training
+    from flows.commands.launch import run_training
     from rlcore.config import load_config
 
     # Quoted: a name such as 42 or 2026-01-01 is text all the same.
@@ -61,7 +61,7 @@ def train(
 @app.command
 def resume(run: RunName, *, set: Sets = (), root: Root = None, json: Json = False) -> int:
     """Go on with a run from the first stage that is not committed."""
-    from flows.launch import run_training
+    from flows.commands.launch import run_training
     from rlcore.config import with_sets
     from rlcore.opening import existing_config
 
@@ -73,7 +73,7 @@ def resume(run: RunName, *, set: Sets = (), root: Root = None, json: Json = Fals
 @app.command
 def runs(*, root: Root = None, json: Json = False) -> None:
     """List the runs of a root."""
-    from flows.inspect import list_runs
+    from flows.commands.inspect import list_runs
 
     list_runs(root_of(root), as_json=json)
 
@@ -89,7 +89,7 @@ def show(
     json: Json = False,
 ) -> None:
     """Show a run, or one of its iterations."""
-    from flows.inspect import show_iteration, show_run
+    from flows.commands.inspect import show_iteration, show_run
 
     if iter is None:
         show_run(root_of(root), run, as_json=json)
@@ -109,7 +109,7 @@ def samples(
     json: Json = False,
 ) -> None:
     """Read the prompts, responses and rewards of an iteration."""
-    from flows.inspect import show_samples
+    from flows.commands.inspect import show_samples
 
     show_samples(root_of(root), run, iter, limit=limit, as_json=json)
 
@@ -119,7 +119,7 @@ def verify(run: RunName, *, root: Root = None, json: Json = False) -> int:
     """Check every digest, that each prompt was trained on once and in order, and the chain of
     states.
     """
-    from flows.inspect import verify_run_command
+    from flows.commands.inspect import verify_run_command
 
     return DONE if verify_run_command(root_of(root), run, as_json=json) else FAILED
 
@@ -134,7 +134,7 @@ def sql(
     json: Json = False,
 ) -> None:
     """Ask all runs of a root by SQL (DuckDB)."""
-    from flows.inspect import run_sql
+    from flows.commands.inspect import run_sql
 
     run_sql(root_of(root), query, as_json=json)
 
@@ -150,7 +150,7 @@ def fork(
     json: Json = False,
 ) -> int:
     """Make a run that goes on after an iteration of another, sharing all until then."""
-    from flows.branch import fork as make
+    from flows.commands.branch import fork as make
 
     return make(root_of(root), run, iter, as_, set, as_json=json)
 
@@ -170,7 +170,7 @@ def rerun(
     json: Json = False,
 ) -> int:
     """Run one stage of an iteration again, from what is stored, and show what changes."""
-    from flows.branch import rerun as again
+    from flows.commands.branch import rerun as again
 
     return again(root_of(root), run, iter, stage, as_, set, reward=reward, as_json=json)
 
@@ -183,7 +183,7 @@ def show_log(
     json: Json = False,
 ) -> None:
     """Show how the runs of a root descend from each other."""
-    from flows.lineage import log_root, log_run
+    from flows.commands.lineage import log_root, log_run
 
     if run is None:
         log_root(root_of(root), as_json=json)
@@ -200,7 +200,7 @@ def diff(
     json: Json = False,
 ) -> None:
     """Show where two runs part, and what differs."""
-    from flows.lineage import diff as compare
+    from flows.commands.lineage import diff as compare
 
     compare(root_of(root), a, b, as_json=json)
 
@@ -230,7 +230,7 @@ def gc(
     json: Json = False,
 ) -> int:
     """Remove what no run needs: files that nothing names, old states and checkpoints."""
-    from flows.garbage import gc as collect
+    from flows.commands.garbage import gc as collect
 
     return collect(
         root_of(root),
@@ -255,7 +255,7 @@ def up(
     ray: Annotated[bool, Parameter(help="Start a Ray head that all runs share.")] = True,
 ) -> int:
     """Start a local stack in the background: Prefect with its page, Ray, a worker, deployments."""
-    from flows.stack import up as start_stack
+    from flows.commands.stack import up as start_stack
 
     return start_stack(root_of(root), database_url=database_url, ray=ray)
 
@@ -263,7 +263,7 @@ def up(
 @app.command
 def down(*, root: Root = None) -> int:
     """End the stack that `sluice up` started, and nothing else."""
-    from flows.stack import down as end_stack
+    from flows.commands.stack import down as end_stack
 
     return end_stack(root_of(root))
 
@@ -277,7 +277,7 @@ def wait(
     json: Json = False,
 ) -> int:
     """Wait until a run has ended; the exit code says how."""
-    from flows.wait import wait_for_run
+    from flows.commands.wait import wait_for_run
 
     return wait_for_run(root_of(root), run, timeout_s=timeout, as_json=json)
 
@@ -290,7 +290,7 @@ def doctor(
     json: Json = False,
 ) -> int:
     """Check what runs need: versions, Prefect, Ray, GPUs, the store."""
-    from flows.doctor import doctor as examine
+    from flows.commands.doctor import doctor as examine
 
     return examine(root_of(root), config, as_json=json)
 
@@ -298,7 +298,7 @@ def doctor(
 @config_app.command(name="show")
 def config_show(config: Path, *, set: Sets = (), json: Json = False) -> None:
     """Print the configuration that a file and options come to."""
-    from flows.inspect import show_config
+    from flows.commands.inspect import show_config
     from rlcore.config import load_config
 
     show_config(load_config(config, set), as_json=json)
@@ -307,7 +307,7 @@ def config_show(config: Path, *, set: Sets = (), json: Json = False) -> None:
 @config_app.command(name="schema")
 def config_schema() -> None:
     """Print the JSON schema of the configuration, as Prefect's form uses it."""
-    from flows.inspect import show_schema
+    from flows.commands.inspect import show_schema
 
     show_schema()
 

@@ -8,8 +8,8 @@ from typing import Any
 from prefect import flow
 from prefect.artifacts import acreate_table_artifact
 
-from flows.credentials import fetch_credentials
-from flows.logs import logs_to_prefect
+from flows.operation.credentials import fetch_credentials
+from flows.reporting.logs import logs_to_prefect
 from rlcore.cluster import ray_session
 from rlcore.config import EvalDataset
 from rlcore.evaluation import Evaluation, evaluate_checkpoint, find_checkpoint

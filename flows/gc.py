@@ -6,7 +6,7 @@ import re
 from prefect import flow
 from prefect.artifacts import acreate_markdown_artifact
 
-from flows.garbage import as_dict, totals
+from flows.commands.garbage import as_dict, totals
 from rlcore.errors import ConfigError
 from rlcore.store.gc import OLDER_THAN_DAYS, GcReport, collect
 from rlcore.store.objects import Objects

@@ -8,11 +8,11 @@ from prefect import flow, get_client
 from prefect.runtime import flow_run
 from prefect.states import State
 
-from flows.credentials import fetch_credentials
-from flows.deployed import Ending, cancelled_state, cancelled_when_asked
 from flows.iteration import iteration as run_iteration
-from flows.leftovers import close_leftovers
-from flows.logs import logs_to_prefect
+from flows.operation.credentials import fetch_credentials
+from flows.operation.deployed import Ending, cancelled_state, cancelled_when_asked
+from flows.operation.leftovers import close_leftovers
+from flows.reporting.logs import logs_to_prefect
 from rlcore.config import RunConfig
 from rlcore.errors import ConfigError
 from rlcore.opening import existing_config, open_run, open_store

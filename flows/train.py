@@ -13,19 +13,19 @@ from prefect.exceptions import ObjectNotFound
 from prefect.runtime import flow_run
 from prefect.states import Failed, State
 
-from flows.attempts import Attempts
-from flows.credentials import fetch_credentials
-from flows.deployed import (
+from flows.iteration import iteration
+from flows.operation.attempts import Attempts
+from flows.operation.credentials import fetch_credentials
+from flows.operation.deployed import (
     Ending,
     asked_for,
     asked_to_cancel,
     cancelled_state,
     cancelled_when_asked,
 )
-from flows.iteration import iteration
-from flows.leftovers import close_leftovers
-from flows.logs import logs_to_prefect
-from flows.report import Reporter, report_failure
+from flows.operation.leftovers import close_leftovers
+from flows.reporting.logs import logs_to_prefect
+from flows.reporting.report import Reporter, report_failure
 from rlcore.config import RunConfig
 from rlcore.errors import ClusterError, Conflict, Fenced
 from rlcore.opening import is_complete, open_run

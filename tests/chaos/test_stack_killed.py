@@ -17,7 +17,7 @@ import pytest
 from chaos_runs import Calm, Chaos, Point, chaos, every_point, open_rows_at, outcome, record
 from real_runs import Sluice
 
-from flows.stack import Stack
+from flows.commands.stack import Stack
 
 DONE_S = 900.0
 ACTORS = ("ray::EngineActor", "ray::RolloutActor", "ray::TrainerActor")

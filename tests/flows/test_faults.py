@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from real_runs import QUICKSTART, Sluice, short
 
-from flows.progress import Progress
+from flows.reporting.progress import Progress
 from rlcore.cluster import ray_session
 from rlcore.cluster.actors import check_gpus
 from rlcore.cluster.plan import FleetPlan

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.server import PrefectServer
+from flows.operation.server import PrefectServer
 
 
 @pytest.mark.parametrize("name", ["100% sure", "why? #1 & it's", "säge"])

@@ -18,8 +18,8 @@ import pytest
 from postgres import postgres
 from real_runs import QUICKSTART, Sluice, wait_for
 
-from flows.deploy import automations
-from flows.stack import DEPLOYMENTS, POOL, Stack, of_folder
+from flows.commands.stack import DEPLOYMENTS, POOL, Stack, of_folder
+from flows.operation.deploy import automations
 from rlcore.config import load_config
 from rlcore.config.tree import RunConfig
 

@@ -9,7 +9,7 @@ import pytest
 from prefect.blocks.system import Secret
 from prefect.testing.utilities import prefect_test_harness
 
-from flows.credentials import fetch_credentials
+from flows.operation.credentials import fetch_credentials
 from rlcore.cluster.plan import FleetPlan, rollout_plan
 from rlcore.config import build_config, load_config
 from rlcore.config.tree import StorageConfig

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 from PIL import Image
 
-from flows.stack import Stack
+from flows.commands.stack import Stack
 
 LOAD_MS = 60_000
 RUN_S = 240.0

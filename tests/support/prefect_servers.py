@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 from postgres import postgres
 
-from flows.server import PrefectServer, server_argv, server_env
+from flows.operation.server import PrefectServer, server_argv, server_env
 from rlcore.engine.launch import DieWithParent
 from rlcore.net import free_port
 

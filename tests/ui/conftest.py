@@ -14,7 +14,7 @@ import pytest
 from prefect_pages import Pages
 from real_runs import Sluice
 
-from flows.stack import Stack
+from flows.commands.stack import Stack
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 

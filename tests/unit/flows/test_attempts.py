@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from flows import attempts as attempts_module
-from flows.attempts import Attempts
+from flows.operation import attempts as attempts_module
+from flows.operation.attempts import Attempts
 from rlcore.config import RunConfig, load_config
 from rlcore.opening import open_store, put_outcome
 from rlcore.store.lease import Lease, process_name

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from flows.daemon import Daemon, end, start_time, wait_until_it_says
-from flows.stack import Stack, locked, pick_port, stack_folder
+from flows.commands.stack import Stack, locked, pick_port, stack_folder
+from flows.operation.daemon import Daemon, end, start_time, wait_until_it_says
 from rlcore.errors import ClusterError, ConfigError
 from rlcore.net import free_port
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.deployed import asked_for
+from flows.operation.deployed import asked_for
 from rlcore.config import RunConfig, load_config
 from rlcore.errors import ConfigError
 

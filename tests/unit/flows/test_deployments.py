@@ -19,8 +19,8 @@ from prefect.settings import Settings
 from prefect.settings.legacy import _get_settings_fields
 from prefect.workers.process import ProcessWorker
 
-from flows import deploy
-from flows.deploy import POOLS, automations, shipped
+from flows.operation import deploy
+from flows.operation.deploy import POOLS, automations, shipped
 from rlcore.config import RunConfig
 from rlcore.config.load import build_config
 

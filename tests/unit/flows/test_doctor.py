@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from flows import doctor
-from flows.doctor import Finding
-from flows.stack import Stack
+from flows.commands import doctor
+from flows.commands.doctor import Finding
+from flows.commands.stack import Stack
 from rlcore.config import load_config
 from rlcore.net import free_port
 

@@ -6,8 +6,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from flows.chart import MOST_POINTS, Series, line_chart, thinned, ticks
-from flows.pages import Place, curve_page, failure_page, quoted, row, summary_page
+from flows.reporting.chart import MOST_POINTS, Series, line_chart, thinned, ticks
+from flows.reporting.pages import Place, curve_page, failure_page, quoted, row, summary_page
 
 PLACE = Place("first", "/data/rl", 10, {"flow run": "http://127.0.0.1:4200/runs/flow-run/1"})
 SVG = "{http://www.w3.org/2000/svg}"

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from flows.commands.wait import ENDINGS, FlowRunSeen, Seen, is_of, look, wait_for_run, watch
 from flows.exit_codes import BAD_INPUT, CANCELLED, CRASHED, DONE, FAILED, TIMEOUT
-from flows.wait import ENDINGS, FlowRunSeen, Seen, is_of, look, wait_for_run, watch
 from rlcore.store.lease import Lease
 from rlcore.store.manifest import canonical_json
 from rlcore.store.objects import Objects

@@ -11,7 +11,7 @@ TREES = {
     for package in PACKAGES
     for path in sorted(ROOT.joinpath(package).rglob("*.py"))
 }
-COMMAND_LINE = ("flows/cli", "flows/inspect", "flows/launch")
+COMMAND_LINE = ("flows/cli", "flows/commands/inspect", "flows/commands/launch")
 LONGEST_FILE, LONGEST_FUNCTION = 600, 80
 
 

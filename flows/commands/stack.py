@@ -29,10 +29,10 @@ import httpx
 import psutil
 from rich.console import Console
 
-from flows.daemon import Daemon, end, send, wait_until_it_says
-from flows.deploy import apply_automations, apply_deployments, apply_pool, check, shipped
 from flows.exit_codes import DONE
-from flows.server import empty_database, server_argv, server_env
+from flows.operation.daemon import Daemon, end, send, wait_until_it_says
+from flows.operation.deploy import apply_automations, apply_deployments, apply_pool, check, shipped
+from flows.operation.server import empty_database, server_argv, server_env
 from rlcore.errors import ClusterError, ConfigError
 from rlcore.net import free_port
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from flows.curve import draw_curve, is_eval_reward
+from flows.reporting.curve import draw_curve, is_eval_reward
 from rlcore.config import RunConfig
 from rlcore.run import IterationRef, Run
 
@@ -81,7 +81,7 @@ class Progress:
 
     def summary(self) -> None:
         """Where things are, and the commands to look further."""
-        from flows.inspect import last_checkpoint
+        from flows.commands.inspect import last_checkpoint
 
         config = self._config
         run, root = config.run.id, config.storage.root

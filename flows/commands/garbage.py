@@ -3,8 +3,8 @@
 from dataclasses import asdict
 from typing import Any
 
+from flows.commands.inspect import out, print_json, table_of
 from flows.exit_codes import DONE
-from flows.inspect import out, print_json, table_of
 from rlcore.errors import ConfigError
 from rlcore.store.gc import GcReport, Removal, collect, remove_run
 from rlcore.store.objects import Objects

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flows.chart import Series, data_uri, line_chart
-from flows.curve import is_eval_reward
+from flows.reporting.chart import Series, data_uri, line_chart
+from flows.reporting.curve import is_eval_reward
 
 LONGEST_CELL = 160
 """Characters of a prompt or a response in a table."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from prefect.states import Cancelled, Failed, State
 
-from flows.deployed import WATCH_INTERVAL_S
+from flows.operation.deployed import WATCH_INTERVAL_S
 from rlcore.config import RunConfig
 from rlcore.errors import NotFound
 from rlcore.observe.history import status_of

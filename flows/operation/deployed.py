@@ -16,7 +16,7 @@ from prefect.client.schemas.objects import State
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from prefect.states import Cancelled
 
-from flows.leftovers import close_leftovers
+from flows.operation.leftovers import close_leftovers
 from rlcore.config import RunConfig
 from rlcore.config.load import with_values
 from rlcore.opening import named

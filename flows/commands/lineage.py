@@ -5,7 +5,7 @@ from typing import Any
 from rich.markup import escape
 from rich.tree import Tree
 
-from flows.inspect import SHOWN_ROWS, out, print_json, run_row, table_of
+from flows.commands.inspect import SHOWN_ROWS, out, print_json, run_row, table_of
 from rlcore.errors import StoreError
 from rlcore.observe.compare import Comparison, compare_runs
 from rlcore.observe.history import records, summarise

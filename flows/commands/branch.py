@@ -13,8 +13,8 @@ from rich.markup import escape
 from rich.panel import Panel
 from rich.text import Text
 
+from flows.commands.inspect import out, print_json, table_of
 from flows.exit_codes import DONE
-from flows.inspect import out, print_json, table_of
 from rlcore import __version__
 from rlcore.config import RunConfig, build_config, with_sets
 from rlcore.config.load import parse_set
@@ -116,8 +116,8 @@ def _check_functions(plan: ForkPlan, config: RunConfig) -> None:
 
 
 def _rerun_train(plan: ForkPlan, config: RunConfig, iteration: int, *, as_json: bool) -> int:
-    from flows.launch import drive
-    from flows.progress import Progress
+    from flows.commands.launch import drive
+    from flows.reporting.progress import Progress
     from rlcore.preflight import preflight
 
     if not plan.there:

@@ -25,8 +25,8 @@ from prefect.events import emit_event
 from prefect.runtime import deployment
 from prefect.utilities.urls import url_for
 
-from flows.curve import is_eval_reward
-from flows.pages import (
+from flows.reporting.curve import is_eval_reward
+from flows.reporting.pages import (
     Place,
     curve_page,
     failure_page,

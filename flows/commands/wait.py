@@ -15,8 +15,8 @@ from typing import Any
 
 from rich.console import Console
 
+from flows.commands.stack import Stack
 from flows.exit_codes import BAD_INPUT, CANCELLED, CRASHED, DONE, FAILED, TIMEOUT
-from flows.stack import Stack
 from rlcore.errors import Corrupt, NotFound
 from rlcore.observe.history import iterations_asked, last_outcome, status_of
 from rlcore.store.objects import Objects

@@ -14,10 +14,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from flows.credentials import fetch_credentials
 from flows.exit_codes import DONE, FAILED, INTERRUPTED
-from flows.progress import Progress
-from flows.server import PrefectServer
+from flows.operation.credentials import fetch_credentials
+from flows.operation.server import PrefectServer
+from flows.reporting.progress import Progress
 from rlcore.cluster.ray_session import connect, disconnect
 from rlcore.config import RunConfig
 from rlcore.errors import ClusterError, SluiceError, StoreError
@@ -191,7 +191,7 @@ def _prefect_ready(server: PrefectServer | None) -> Any:
 
 
 def _report_to(shown: Progress) -> None:
-    from flows.report import on_iteration
+    from flows.reporting.report import on_iteration
 
     warnings = logging.StreamHandler()
     warnings.setLevel(logging.WARNING)

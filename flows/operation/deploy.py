@@ -1,8 +1,9 @@
 """Put Sluice's work pools, deployments and automations on a Prefect server.
 
-    python -m flows.deploy KIND NAME...     with PREFECT_API_URL set: the work pool of that kind
-                                            (process, docker, kubernetes), these deployments of
-                                            prefect.yaml, and the automations
+    python -m flows.operation.deploy KIND NAME...
+
+With PREFECT_API_URL set: the work pool of that kind (process, docker, kubernetes), these
+deployments of prefect.yaml, and the automations.
 
 Invariants:
 - Applying twice changes nothing: each object is found by its name and updated.
@@ -33,9 +34,9 @@ def shipped(name: str) -> Path:
     """A folder that comes with Sluice: beside the packages in a checkout, inside them once
     installed.
     """
-    here = Path(__file__).resolve().parent
-    beside = here.parent / name
-    return beside if beside.is_dir() else here / "shipped" / name
+    package = Path(__file__).resolve().parents[1]
+    beside = package.parent / name
+    return beside if beside.is_dir() else package / "shipped" / name
 
 
 def apply_pool(api_url: str, name: str, kind: str) -> None:

@@ -20,9 +20,9 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from rich.console import Console
 
+from flows.commands.stack import Stack
+from flows.commands.wait import prefect_url
 from flows.exit_codes import DONE, FAILED
-from flows.stack import Stack
-from flows.wait import prefect_url
 from rlcore.config import RunConfig, load_config
 from rlcore.errors import SluiceError
 from rlcore.store.objects import Objects

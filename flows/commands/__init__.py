@@ -1,0 +1,1 @@
+"""What each command of `sluice` does, one module each."""

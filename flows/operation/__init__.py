@@ -1,0 +1,1 @@
+"""What surrounds a run: Prefect servers, deployments, credentials, and what killed drivers left."""

@@ -1,0 +1,1 @@
+"""What a run shows: at the terminal, and on its page in Prefect."""
