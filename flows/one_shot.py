@@ -4,14 +4,14 @@ import os
 from typing import Any
 from uuid import UUID
 
-from prefect import flow, get_client
+from prefect import flow, get_client, tags
 from prefect.runtime import flow_run
 from prefect.states import State
 
 from flows.iteration import iteration as run_iteration
 from flows.operation.credentials import fetch_credentials
 from flows.operation.deployed import Ending, cancelled_state, cancelled_when_asked
-from flows.operation.leftovers import close_leftovers
+from flows.operation.leftovers import root_tag, take_over
 from flows.reporting.logs import logs_to_prefect
 from rlcore.config import RunConfig
 from rlcore.errors import ConfigError
@@ -54,12 +54,13 @@ async def one_iteration(
             open_run(config, ending) as run,
         ):
             run.ahead = False
-            await close_leftovers(client, run_id, own)
-            return result(await run_iteration(run_id, i))
+            await take_over(client, config, own)
+            with tags(root_tag(config)):
+                return result(await run_iteration(run_id, i))
     except BaseException as error:
         if isinstance(error, Exception) or not ending.cancelled:
             raise
-        return await cancelled_state(run_id, own)
+        return await cancelled_state(config, own)
 
 
 def check(config: RunConfig, i: int, following: int) -> None:

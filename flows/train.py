@@ -7,7 +7,7 @@ from typing import Any
 from uuid import UUID
 
 import httpx
-from prefect import flow, get_client
+from prefect import flow, get_client, tags
 from prefect.client.orchestration import PrefectClient
 from prefect.exceptions import ObjectNotFound
 from prefect.runtime import flow_run
@@ -23,7 +23,7 @@ from flows.operation.deployed import (
     cancelled_state,
     cancelled_when_asked,
 )
-from flows.operation.leftovers import close_leftovers
+from flows.operation.leftovers import root_tag, take_over
 from flows.reporting.logs import logs_to_prefect
 from flows.reporting.report import Reporter, report_failure
 from rlcore.config import RunConfig
@@ -103,7 +103,7 @@ async def train(config: RunConfig) -> dict[str, Any] | State[Any]:
     own = UUID(flow_run.id)
     if is_complete(config):
         async with get_client() as client:
-            await close_leftovers(client, config.run.id, own)
+            await take_over(client, config, own)
         return {"run_id": config.run.id, "committed": config.train.num_iterations, "metrics": {}}
     ending = Ending(own)
     try:
@@ -116,18 +116,19 @@ async def train(config: RunConfig) -> dict[str, Any] | State[Any]:
     except BaseException as error:
         if isinstance(error, Exception) or not ending.cancelled:
             raise
-        return await cancelled_state(config.run.id, own)
+        return await cancelled_state(config, own)
 
 
 async def walk(run: Run, client: PrefectClient, own: UUID) -> dict[str, Any]:
     """The iterations of an open run, one after another."""
-    await close_leftovers(client, run.id, own)
+    await take_over(client, run.config, own)
     metrics: dict[str, float] = {}
     last = run.config.train.num_iterations
     async with Reporter(run, client, own) as report:
         for i in range(run.first_uncommitted(), last):
             await wait_for_api(client)
-            done = await iteration(run.id, i)
+            with tags(root_tag(run.config)):
+                done = await iteration(run.id, i)
             if done.iteration != i:
                 raise Conflict(
                     f"Prefect returned iteration {done.iteration} for iteration {i}; retry the run"

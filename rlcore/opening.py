@@ -102,11 +102,16 @@ def named(config: RunConfig, root: str | None, run_id: str) -> RunConfig:
         root: in place of the configuration's own.
         run_id: the name where the configuration gives none.
     """
-    where = root or config.storage.root
-    where = where if "://" in where else str(Path(where).expanduser().resolve())
+    where = absolute_root(root or config.storage.root)
     storage = config.storage.model_copy(update={"root": where})
     run = config.run.model_copy(update={"id": config.run.id or run_id})
     return config.model_copy(update={"storage": storage, "run": run})
+
+
+def absolute_root(root: str) -> str:
+    """A URL as it is, a path without `file://` and from the root of the file system."""
+    path = root.removeprefix("file://")
+    return path if "://" in path else str(Path(path).expanduser().resolve())
 
 
 def open_store(config: RunConfig) -> RunStore:

@@ -99,7 +99,7 @@ class Ending:
         return self._answer
 
 
-async def cancelled_state(run_id: str, flow_run_id: UUID) -> State[Any]:
+async def cancelled_state(config: RunConfig, flow_run_id: UUID) -> State[Any]:
     """The state to end a cancelled flow run with, after closing what it was interrupted in, such
     as an iteration that was being made.
     """
@@ -107,8 +107,8 @@ async def cancelled_state(run_id: str, flow_run_id: UUID) -> State[Any]:
         task.uncancel()
     with suppress(Exception):
         async with asyncio.timeout(CLOSING_PATIENCE_S), get_client() as client:
-            await close_leftovers(client, run_id, flow_run_id, why="interrupted by the cancelling")
-    return Cancelled(message=f"What run {run_id} has committed is kept.")
+            await close_leftovers(client, config, flow_run_id, why="interrupted by the cancelling")
+    return Cancelled(message=f"What run {config.run.id} has committed is kept.")
 
 
 def is_cancelled(state: State[Any] | None) -> bool:

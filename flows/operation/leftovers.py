@@ -3,6 +3,9 @@
 A driver that is killed cannot say so: its flow runs and task runs stay Running for ever, unless the
 worker that started it lives on and notices, and then only its outermost flow run is closed. Whoever
 holds the run's lease knows that every other driver is gone or must end, so it may close them.
+
+A server may show runs of one name from several roots, so flow runs have their root as a tag. One
+without a tag was killed before it came to the store.
 """
 
 import logging
@@ -22,15 +25,31 @@ from prefect.client.schemas.filters import (
 )
 from prefect.client.schemas.objects import FlowRun, State, StateType
 
+from rlcore.config import RunConfig
+from rlcore.opening import absolute_root
+
 log = logging.getLogger("sluice.flows")
 
 OPEN = [StateType.RUNNING, StateType.PENDING]
 PAGE = 200
+ROOT_TAG = "root: "
 Choose = Callable[[FlowRun], bool]
 
 
+def root_tag(config: RunConfig) -> str:
+    """What marks the flow runs and task runs of a root."""
+    return ROOT_TAG + absolute_root(config.storage.root)
+
+
+async def take_over(client: PrefectClient, config: RunConfig, own: UUID) -> None:
+    """Mark the caller's flow run as a driver of the run, and close what earlier ones left."""
+    mine = await client.read_flow_run(own)
+    await client.update_flow_run(own, tags={*mine.tags, root_tag(config)})
+    await close_leftovers(client, config, own)
+
+
 async def close_leftovers(
-    client: PrefectClient, run_id: str, own: UUID, why: str = "its process is gone"
+    client: PrefectClient, config: RunConfig, own: UUID, why: str = "its process is gone"
 ) -> int:
     """Close the flow runs and task runs of a run's earlier drivers that are still open.
 
@@ -39,7 +58,7 @@ async def close_leftovers(
 
     Args:
         client: of the server that shows the run.
-        run_id: the run, whose lease the caller holds.
+        config: of the run, whose lease the caller holds.
         own: the caller's flow run, which stays open.
         why: what to say of what was left open.
 
@@ -47,17 +66,20 @@ async def close_leftovers(
         How many were closed.
     """
 
+    run_id, tag = config.run.id, root_tag(config)
+
     def state() -> State[Any]:
         message = f"{why}; run {run_id} is in the hands of flow run {own}"
         return State(type=StateType.CRASHED, name="Superseded", message=message)
 
     def is_driver(found: FlowRun) -> bool:
         running = found.state is not None and found.state.is_running()
-        return found.name == f"train-{run_id}" and running and found.id != own
+        here = tag in found.tags or not any(one.startswith(ROOT_TAG) for one in found.tags)
+        return found.name == f"train-{run_id}" and running and found.id != own and here
 
     def is_iteration(found: FlowRun) -> bool:
         head, _, number = found.name.rpartition("-it")
-        return head == run_id and number.isdigit()
+        return head == run_id and number.isdigit() and tag in found.tags
 
     iterations = await _flow_runs(client, f"{run_id}-it", is_iteration)
     drivers = await _flow_runs(client, f"train-{run_id}", is_driver)

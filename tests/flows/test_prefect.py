@@ -3,6 +3,7 @@
 With the server on SQLite and, where there is one, on PostgreSQL.
 """
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -11,9 +12,13 @@ from typing import Any
 
 import httpx
 import pytest
+from prefect import flow, get_client
+from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect.states import Running
 from prefect_servers import KINDS, prefect_server
 from real_runs import Sluice, short, wait_for
 
+from flows.operation.leftovers import root_tag, take_over
 from rlcore.config import load_config
 
 TASKS = ["rollout", "reward", "filter", "train", "weight_sync", "evaluate", "checkpoint"]
@@ -67,6 +72,49 @@ def test_a_run_starts_from_a_plain_dict_as_prefects_form_sends_it(
         assert (run["name"], run["state_type"]) == (f"train-{run['id']}", "COMPLETED")
         [stored] = Sluice(tmp_path / "here", tmp_path).json("runs")
         assert (stored["run_id"], stored["status"]) == (f"run-{run['id']}", "completed")
+
+
+def test_a_driver_closes_what_killed_ones_left_in_its_own_root_alone(tmp_path: Path) -> None:
+    here = load_config(short(tmp_path, iterations=1))
+    here = here.model_copy(update={"run": here.run.model_copy(update={"id": "x"})})
+    there = here.model_copy(
+        update={"storage": here.storage.model_copy(update={"root": "s3://elsewhere/runs"})}
+    )
+
+    async def take_over_one_of_many() -> dict[str, str]:
+        def rl() -> None: ...
+
+        async with get_client() as client:
+            made = {}
+            for name, run, root in (
+                ("mine", "train-x", here),
+                ("left here", "train-x", here),
+                ("iteration left here", "x-it000003", here),
+                ("alive there", "train-x", there),
+                ("iteration there", "x-it000003", there),
+                ("another run", "train-x2", here),
+            ):
+                made[name] = await client.create_flow_run(
+                    flow(rl), name=run, tags=[root_tag(root)], state=Running()
+                )
+            await client.update_flow_run(made["mine"].id, tags=["own"])
+            await take_over(client, here, made["mine"].id)
+            seen = {name: await client.read_flow_run(one.id) for name, one in made.items()}
+            assert set(seen["mine"].tags) == {"own", root_tag(here)}
+            return {name: str(one.state and one.state.name) for name, one in seen.items()}
+
+    with (
+        prefect_server("sqlite", tmp_path / "prefect") as api_url,
+        temporary_settings({PREFECT_API_URL: api_url}),
+    ):
+        assert asyncio.run(take_over_one_of_many()) == {
+            "mine": "Running",
+            "left here": "Superseded",
+            "iteration left here": "Superseded",
+            "alive there": "Running",
+            "iteration there": "Running",
+            "another run": "Running",
+        }
 
 
 def logs(api_url: str) -> list[dict[str, Any]]:
