@@ -19,7 +19,7 @@ from rlcore import __version__
 from rlcore.config import RunConfig, build_config, with_sets
 from rlcore.config.load import parse_set
 from rlcore.errors import ConfigError
-from rlcore.opening import existing_config
+from rlcore.opening import existing_config, put_driver
 from rlcore.sources import check_sources, sources_of
 from rlcore.store.branch import Difference, ForkPlan, differences, plan_fork
 from rlcore.store.lease import Lease
@@ -173,6 +173,7 @@ def _rerun_reward(plan: ForkPlan, config: RunConfig, iteration: int, *, as_json:
         lease = Lease.acquire(store.objects, plan.run_id, ttl_s=config.storage.lease_ttl_s)
         lease.start()
         try:
+            put_driver(store, lease, sources_of(config))
             rescore(store, config, lease)
         finally:
             with contextlib.suppress(OSError):

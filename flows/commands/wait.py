@@ -79,7 +79,8 @@ def wait_for_run(root: str, run_id: str, *, timeout_s: float | None, as_json: bo
         as_json: print one JSON object at the end instead of lines.
 
     Returns:
-        0 completed, 1 failed, 2 there is no such run, 4 crashed, 5 cancelled, 6 timeout.
+        0 completed, 1 failed, 2 there is no such run or nobody has started it, 4 crashed,
+        5 cancelled, 6 timeout.
     """
     url = prefect_url(root)
     ask: Ask = (lambda: newest_flow_run(url, run_id)) if url else lambda: None
@@ -143,6 +144,9 @@ def ending(seen: Seen, flow_run: FlowRunSeen | None) -> Seen:
         return Seen(PREFECT_SAYS[flow_run.state_type], seen.committed, seen.total, flow_run.message)
     if seen.status == "missing":
         return Seen("unknown", message=seen.message)
+    if seen.status == "new":
+        waits = "nobody has started it; `sluice resume` does"
+        return Seen("unknown", seen.committed, seen.total, waits)
     return Seen(
         "crashed", seen.committed, seen.total, "its driver is gone; go on with `sluice resume`"
     )

@@ -20,7 +20,7 @@ from typing import Any
 from rlcore.errors import Conflict, NotFound, StoreError
 from rlcore.store import paths
 from rlcore.store.branch import base_files, drop_fork, forks_of
-from rlcore.store.lease import Lease, held_by, is_held, read_lease
+from rlcore.store.lease import Lease, held_by, may_be_held, read_lease
 from rlcore.store.manifest import FileRef, Manifest
 from rlcore.store.objects import Objects
 from rlcore.store.retention import remove_folder
@@ -107,7 +107,7 @@ def remove_run(objects: Objects, run_id: str, *, dry_run: bool = False) -> GcRep
     if not dry_run:
         # Held until it is gone: no driver may go on with it meanwhile.
         Lease.acquire(objects, run_id)
-    elif (lease := read_lease(objects, run_id)) is not None and is_held(lease):
+    elif (lease := read_lease(objects, run_id)) is not None and may_be_held(lease):
         report.skipped[run_id] = held_by(run_id, lease)
         return report
     keys = objects.list(prefix)
@@ -277,7 +277,7 @@ class _Collector:
         except StoreError as error:
             self._report.skipped[run_id] = f"{error}; the next driver of the run makes a new one"
             return
-        if lease is not None and is_held(lease):
+        if lease is not None and may_be_held(lease):
             self._report.skipped[run_id] = held_by(run_id, lease)
             return
         self._states(run_id)

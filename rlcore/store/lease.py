@@ -328,6 +328,11 @@ def is_held(record: dict[str, Any] | None) -> bool:
     return bool(record["expires"] > time.time())
 
 
+def may_be_held(record: dict[str, Any] | None) -> bool:
+    """Whether a driver may still be alive, as far apart as clocks can be."""
+    return record is not None and not _is_free(record, holder="")
+
+
 def held_by(run_id: str, record: dict[str, Any]) -> str:
     """Who holds a run, and what to do, in a sentence."""
     return (

@@ -109,6 +109,9 @@ def test_stored_rollouts_scored_again_then_trained_on(grown: Sluice) -> None:
     assert not (Path(grown.root) / "runs/scored/logs").exists()
     assert grown.json(*again, "--as", "scored") == result
     assert "rewards changed" in grown(*again, "--as", "scored")
+    drivers = list(Path(grown.root, "runs", "scored", "drivers").iterdir())
+    assert drivers
+    assert all("reward.custom_rm_path" in json.loads(d.read_text())["sources"] for d in drivers)
     assert "other.py has no" in grown(*again[:-1], "other.py:nope", "--as", "x", code=2)
     whole(grown, "scored")
     grown("resume", "scored")

@@ -78,6 +78,8 @@ def test_a_flow_run_that_failed_before_it_opened_the_run() -> None:
 
 def test_a_name_that_nobody_knows() -> None:
     assert ended(Seen("missing", message="no run x")).status == "unknown"
+    never = ended(Seen("new", 3, 9))
+    assert (never.status, never.committed) == ("unknown", 3) and "sluice resume" in never.message
 
 
 def test_time_is_over() -> None:
