@@ -27,6 +27,7 @@ from flows.operation.leftovers import root_tag, take_over
 from flows.reporting.logs import logs_to_prefect
 from flows.reporting.report import Reporter, report_failure
 from rlcore.config import RunConfig
+from rlcore.config.load import dotted
 from rlcore.errors import ClusterError, Conflict, Fenced
 from rlcore.opening import is_complete, open_run
 from rlcore.preflight import preflight
@@ -41,7 +42,7 @@ def flow_run_name() -> str:
     """`train-RUN`; a run without a name of its own is called after the flow run."""
     config = flow_run.parameters["config"]
     run = config["run"] if isinstance(config, dict) else config.run.model_dump()
-    overrides = flow_run.parameters.get("overrides") or {}
+    overrides = dotted(flow_run.parameters.get("overrides") or {})
     return f"train-{overrides.get('run.id') or run.get('id') or flow_run.id}"
 
 

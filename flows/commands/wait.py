@@ -17,6 +17,7 @@ from rich.console import Console
 
 from flows.commands.stack import Stack
 from flows.exit_codes import BAD_INPUT, CANCELLED, CRASHED, DONE, FAILED, TIMEOUT
+from rlcore.config.load import dotted
 from rlcore.errors import Corrupt, NotFound
 from rlcore.observe.history import iterations_asked, last_outcome, status_of
 from rlcore.store.objects import Objects
@@ -225,5 +226,5 @@ def is_of(run_id: str, name: str, flow_run_id: str, parameters: dict[str, Any]) 
     given = run.get("id") if isinstance(run, dict) else None
     overrides = parameters.get("overrides")
     if isinstance(overrides, dict):
-        given = overrides.get("run.id") or given
+        given = dotted(overrides).get("run.id") or given
     return bool((given or f"run-{flow_run_id}") == run_id)

@@ -18,7 +18,7 @@ from prefect.states import Cancelled
 
 from flows.operation.leftovers import close_leftovers
 from rlcore.config import RunConfig
-from rlcore.config.load import with_values
+from rlcore.config.load import dotted, with_values
 from rlcore.opening import named
 
 log = logging.getLogger("sluice")
@@ -36,7 +36,7 @@ def asked_for(config: RunConfig, overrides: Mapping[str, Any], flow_run_id: str)
 
     Args:
         config: the parameter.
-        overrides: settings by dotted name, in place of those of `config`.
+        overrides: settings by dotted name or in tables, in place of those of `config`.
         flow_run_id: names a run that has no name: a retry of the flow run is the same run.
 
     Raises:
@@ -44,7 +44,7 @@ def asked_for(config: RunConfig, overrides: Mapping[str, Any], flow_run_id: str)
     """
     told = "storage" in config.model_fields_set and "root" in config.storage.model_fields_set
     root = None if told and config.storage.root else os.environ.get("SLUICE_ROOT")
-    if "storage.root" in overrides:
+    if "storage.root" in dotted(overrides):
         root = None
     return named(with_values(config, overrides), root, f"run-{flow_run_id}")
 

@@ -60,12 +60,23 @@ def with_sets(config: RunConfig, sets: Sequence[str]) -> RunConfig:
 
 
 def with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
-    """A copy of `config` with some settings replaced, given by their dotted names.
+    """A copy of `config` with some settings replaced, given by their dotted names or as a tree.
 
     Raises:
         ConfigError: as `load_config`.
     """
-    return _with(config, ((key.split("."), value) for key, value in values.items()))
+    return _with(config, ((key.split("."), value) for key, value in dotted(values).items()))
+
+
+def dotted(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings by dotted name, whether they came so or as tables of sections."""
+    out: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping) and _section_at(key.split(".")) is not None:
+            out |= dotted({f"{key}.{name}": one for name, one in value.items()})
+        else:
+            out[key] = value
+    return out
 
 
 def _with(config: RunConfig, settings: Iterable[tuple[list[str], Any]]) -> RunConfig:

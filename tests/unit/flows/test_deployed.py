@@ -28,12 +28,16 @@ def test_overrides_replace_single_settings(config: RunConfig) -> None:
     made = asked_for(config, values, "7")
     assert (made.run.id, made.train.lr, made.eval.datasets) == ("mine", 1.0, [])
     assert made.rollout == config.rollout
+    tables = {"run": {"id": "mine"}, "train": {"lr": 1}}
+    tables["eval"] = {"datasets": [], "eval_interval": None}
+    assert asked_for(config, tables, "7") == made
 
 
 @pytest.mark.parametrize(
     ("values", "said"),
     [
         ({"train.lrr": 1}, "did you mean train.lr?"),
+        ({"train": {"lrr": 1}}, "did you mean train.lr?"),
         ({"train.lr": "much"}, "train.lr = 'much' is not allowed"),
         ({"train": 1}, "train = 1 is not allowed"),
         ({"train.lr.peak": 1}, "lr is a value, not a section"),

@@ -90,6 +90,7 @@ def test_time_is_over() -> None:
 def test_flow_runs_are_told_by_name_or_by_what_they_were_asked_for() -> None:
     assert is_of("a", "train-a", "1", {})
     assert is_of("a", "brave-hare", "1", {"overrides": {"run.id": "a"}})
+    assert is_of("a", "brave-hare", "1", {"overrides": {"run": {"id": "a"}}})
     assert is_of("a", "brave-hare", "1", {"config": {"run": {"id": "a"}}, "overrides": {}})
     assert not is_of("b", "brave-hare", "1", {"config": {"run": {"id": "a"}}, "overrides": None})
     assert is_of("run-1", "brave-hare", "1", {"config": {"run": {"id": ""}}})
