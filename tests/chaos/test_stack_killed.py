@@ -20,6 +20,7 @@ from real_runs import Sluice
 from flows.commands.stack import Stack
 
 DONE_S = 900.0
+BUSY = 503
 ACTORS = ("ray::EngineActor", "ray::RolloutActor", "ray::TrainerActor")
 SETTINGS = {
     "train.num_iterations": 3,
@@ -98,8 +99,11 @@ class Deployed:
         overrides = SETTINGS | {"run.id": run_id}
         body = {"parameters": {"overrides": overrides}, "state": {"type": "SCHEDULED"}}
         url = f"{api}/deployments/{deployment['id']}/create_flow_run"
-        made = httpx.post(url, json=body, timeout=30).raise_for_status().json()
         deadline = time.monotonic() + DONE_S
+        while (answer := httpx.post(url, json=body, timeout=30)).status_code == BUSY:
+            assert time.monotonic() < deadline, answer.text
+            time.sleep(0.5)
+        made = answer.raise_for_status().json()
         while (state := self._state(made["id"]))["type"] != "COMPLETED":
             assert time.monotonic() < deadline, (state, self.faults.events()[-3:])
             if any(not self.stack.alive(name) for name in ("server", "ray", "worker")):
@@ -135,7 +139,9 @@ class Deployed:
         argv = [sys.executable, "-m", "prefect", "flow-run", "retry", flow_run]
         env = os.environ | {"PREFECT_API_URL": self.stack.api_url}
         done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=60)
-        assert done.returncode == 0, done.stdout + done.stderr
+        # The automation may have been quicker.
+        gone_on = done.returncode and self._state(flow_run)["type"] != "FAILED"
+        assert gone_on or done.returncode == 0, done.stdout + done.stderr
 
 
 @contextmanager
