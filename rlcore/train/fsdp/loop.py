@@ -6,7 +6,8 @@ ranks; multiplying the loss by their number makes that a sum again.
 
 Where the old log-probs come from: the engine (`algorithm.use_rollout_logprobs`); or, with one step
 a batch, the training forward itself, whose policy is the one that sampled (the ratio is 1 and only
-its gradient matters); else a forward pass over the whole batch before the first step.
+its gradient matters); else, and for a KL penalty on rewards, a forward pass over the whole batch
+before the first step. `credit` makes token advantages of what is known then.
 
 Invariants:
 - Nothing is applied of a step whose loss or gradient norm is not finite, and nothing of a batch
@@ -27,17 +28,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlcore.algorithms.aggregate import constant_scale
 from rlcore.algorithms.losses import (
     LossInputs,
-    Metrics,
     PolicyLossSettings,
+    Surrogate,
     log_prob_gap,
-    merge_metrics,
     policy_loss,
 )
-from rlcore.algorithms.packing import LogProbs, PackedBatch, pack
+from rlcore.algorithms.metrics import Metrics, merge_metrics
+from rlcore.algorithms.off_policy import ImportanceSampling
+from rlcore.algorithms.packing import LogProbs, pack
 from rlcore.config.tree import AlgorithmConfig
 from rlcore.errors import TrainError
+from rlcore.train.fsdp.credit import MicroBatch, spread_advantages
 from rlcore.train.fsdp.model import Policy
 from rlcore.train.fsdp.optimizer import ShardedAdamW, clip_scale
 from rlcore.train.trainer import TrainBatch, TrainStep
@@ -62,27 +66,7 @@ class LoopSettings:
     @property
     def loss(self) -> PolicyLossSettings:
         """The settings of the loss."""
-        a = self.algorithm
-        coef = a.kl_loss_coef if a.use_kl_loss else 0.0
-        return PolicyLossSettings(a.clip_low, a.clip_high, coef, a.kl_loss_type)
-
-
-@dataclass
-class MicroBatch:
-    """A packed micro-batch on the device, with what was computed of it before the first step."""
-
-    packed: PackedBatch
-    rows: Tensor
-    """int64 [M]: the trained positions, one masked position where there is none."""
-    old: Tensor | None = None
-    """[M] log-probs before the first step."""
-    ref: Tensor | None = None
-    """[M] log-probs of the reference policy."""
-
-    def pick(self, name: str) -> Tensor:
-        """A per-token tensor at the trained positions."""
-        value: Tensor = getattr(self.packed, name)
-        return value.index_select(0, self.rows)
+        return loss_settings(self.algorithm)
 
 
 @dataclass
@@ -100,6 +84,24 @@ class Clock:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+
+def loss_settings(a: AlgorithmConfig) -> PolicyLossSettings:
+    """What the configuration asks of the loss."""
+    surrogates: dict[str, Surrogate] = {"gspo": "gspo", "cispo": "cispo"}
+    bounds = ImportanceSampling(a.tis_clip_low, a.tis_clip, a.tis_level, a.tis_mode)
+    return PolicyLossSettings(
+        clip_low=a.clip_low,
+        clip_high=a.clip_high,
+        kl_coef=a.kl_loss_coef if a.use_kl_loss else 0.0,
+        kl_kind=a.kl_loss_type,
+        surrogate=surrogates.get(a.advantage_estimator, "clipped"),
+        dual_clip=a.eps_clip_c,
+        unbiased_kl=a.use_unbiased_kl,
+        entropy_coef=a.entropy_coef,
+        opsm_delta=a.opsm_delta if a.use_opsm else None,
+        sampling=bounds if a.use_tis else None,
+    )
 
 
 class BatchLoop:
@@ -121,7 +123,8 @@ class BatchLoop:
         self._clock = Clock(settings.device)
         self.stepped = False
         self._old_from_rollout = settings.algorithm.use_rollout_logprobs
-        self._old_ahead = len(batch.steps) > 1 and not self._old_from_rollout
+        ahead = len(batch.steps) > 1 or settings.algorithm.kl_coef > 0
+        self._old_ahead = ahead and not self._old_from_rollout
         self._check_rollout_log_probs()
 
     def run(self) -> Scalars:
@@ -139,6 +142,7 @@ class BatchLoop:
         steps = [self._prepare(step) for step in self._batch.steps]
         with self._clock.phase("seconds_log_probs"):
             gap = self._score_ahead(steps)
+        spread_advantages(steps, self._settings.algorithm)
         reports = []
         for number, step in enumerate(steps):
             with self._clock.phase("seconds_forward_backward"):
@@ -148,7 +152,7 @@ class BatchLoop:
                 self._check_finite(number, metrics["loss"], norm)
                 if number == 0:
                     gap = gap or {k: v for k, v in metrics.items() if k.startswith(GAP_PREFIX)}
-                    self._check_gap(gap.get(GAP))
+                    self._check_gap(gap)
                 self.stepped = True
                 lr = self._settings.lr(self._optimizer.steps)
                 self._optimizer.step(lr, clip_scale(norm, self._settings.clip_grad))
@@ -167,12 +171,10 @@ class BatchLoop:
         )
         micros = []
         for sequences in step.micro_batches:
-            packed = pack(sequences, step.totals, how, log_probs=given).inputs()
-            rows = packed.loss_mask.nonzero()[:, 0]
-            if not len(rows):
-                rows = torch.zeros(1, dtype=torch.int64)
-            device = self._settings.device
-            micros.append(MicroBatch(packed.to(device), rows.to(device)))
+            # What a constant makes of the mean is for the whole step to say.
+            weighed = "token_mean" if how == "constant" else how
+            packed = pack(sequences, step.totals, weighed, log_probs=given).inputs()
+            micros.append(MicroBatch.of(packed, self._settings.device))
         return micros
 
     @torch.no_grad()
@@ -203,45 +205,51 @@ class BatchLoop:
 
     def _forward_backward(self, number: int, step: Sequence[MicroBatch]) -> Scalars:
         """Gradients of the step on the parameters; its metrics over all ranks."""
-        world = dist.get_world_size()
-        parts = []
+        scale, parts = self._scale(number), []
+        world, settings = dist.get_world_size(), self._settings.loss
+        with_rollout = settings.sampling is not None
         for micro in step:
             log_probs, entropy = self._policy.score(
                 micro.packed, micro.rows, self._settings.temperature
             )
             inputs = LossInputs(
                 log_probs=log_probs,
-                advantages=micro.pick("advantages"),
+                advantages=micro.advantages,
                 mask=micro.pick("loss_mask"),
                 weights=micro.pick("loss_weights"),
                 old_log_probs=micro.old,
                 ref_log_probs=micro.ref,
                 entropy=entropy,
+                rollout_log_probs=micro.pick("rollout_log_probs") if with_rollout else None,
+                lengths=micro.lengths,
             )
-            out = policy_loss(inputs, self._settings.loss)
-            (out.loss * world).backward()
+            out = policy_loss(inputs, settings)
+            (out.loss * (world * scale)).backward()
             parts.append(out.metrics)
+            if micro.kl is not None:
+                parts.append(Metrics({"kl": (micro.kl * inputs.weights).sum()}))
             # The policy of later steps has moved: only that of the first is the engine's.
             if number == 0 and not self._old_ahead and self._batch.rollout_log_probs:
                 parts.append(self._gap(micro, log_probs))
-        return _over_ranks(merge_metrics(parts))
+        metrics = _over_ranks(merge_metrics(parts))
+        return metrics | {"loss": metrics["loss"] * scale}
+
+    def _scale(self, number: int) -> float:
+        """What the mean over a step's tokens is multiplied by."""
+        divisor = self._settings.algorithm.loss_divisor
+        return 1.0 if divisor is None else constant_scale(self._batch.steps[number].totals, divisor)
 
     # --- checks -----------------------------------------------------------------------------------
 
     def _check_rollout_log_probs(self) -> None:
         if self._batch.rollout_log_probs:
             return
-        algorithm = self._settings.algorithm
-        for name, wanted in (
-            ("use_rollout_logprobs", algorithm.use_rollout_logprobs),
-            ("max_logprob_gap", algorithm.max_logprob_gap is not None),
-        ):
-            if wanted:
-                raise TrainError(
-                    f"iteration {self._batch.iteration}: algorithm.{name} needs the engine's "
-                    "log-probs, which some samples of the batch lack; have the generate function "
-                    "keep them, or leave the setting out"
-                )
+        if name := self._settings.algorithm.needs_rollout_log_probs:
+            raise TrainError(
+                f"iteration {self._batch.iteration}: algorithm.{name} needs the engine's "
+                "log-probs, which some samples of the batch lack; have the generate function "
+                "keep them, or leave the setting out"
+            )
 
     def _check_finite(self, number: int, loss: float, norm: float) -> None:
         for name, value in (("loss", loss), ("gradient norm", norm)):
@@ -253,16 +261,21 @@ class BatchLoop:
                     "Look at the batch's log-probs and rewards, or lower train.lr"
                 )
 
-    def _check_gap(self, gap: float | None) -> None:
-        limit = self._settings.algorithm.max_logprob_gap
-        if limit is not None and gap is not None and not gap <= limit:
-            self._optimizer.drop_gradients()
-            raise TrainError(
-                f"iteration {self._batch.iteration}: trainer and engine differ by {gap:.4g} nat a "
-                f"token in their log-probs, more than algorithm.max_logprob_gap = {limit}; nothing "
-                "was trained. Check that the engine has the trainer's weights and precision, or "
-                "raise the limit"
-            )
+    def _check_gap(self, gaps: Scalars) -> None:
+        algorithm = self._settings.algorithm
+        limit, name, what = algorithm.max_logprob_gap, GAP, "on average"
+        if algorithm.true_on_policy_mode:
+            limit, name, what = limit or 0.0, f"{GAP}_max", "at most"
+        gap = gaps.get(name)
+        if limit is None or gap is None or gap <= limit:
+            return
+        self._optimizer.drop_gradients()
+        raise TrainError(
+            f"iteration {self._batch.iteration}: trainer and engine differ by {gap:.4g} nat a "
+            f"token ({what}) in their log-probs, more than algorithm.max_logprob_gap = {limit}; "
+            "nothing was trained. Check that the engine has the trainer's weights and precision, "
+            "or raise the limit"
+        )
 
 
 def _over_ranks(metrics: Metrics) -> Scalars:

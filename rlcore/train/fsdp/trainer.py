@@ -64,13 +64,13 @@ class FsdpTrainer:
     # --- state ------------------------------------------------------------------------------------
 
     def load(self, model_folder: Path, state_id: str) -> None:
-        """Build policy, optimizer and (for a KL loss) the frozen reference from a Hugging Face
-        folder.
+        """Build policy, optimizer and, where a divergence is asked for, the frozen reference,
+        from a Hugging Face folder.
         """
         self.loaded, self.dirty = None, True
         self._policy = self._optimizer = None
         self._policy = self._build(model_folder, checkpointing=self._train.gradient_checkpointing)
-        if self._algorithm.use_kl_loss and self._reference is None:
+        if self._algorithm.needs_reference and self._reference is None:
             self._reference = self._build(model_folder).requires_grad_(False)
         self._optimizer = ShardedAdamW(list(self._policy.weights()), self._train)
         self._writer = ShardWriter()
