@@ -47,7 +47,7 @@ def _plain(x: Tensor, kind: KLKind) -> Tensor:
         return x
     if kind == "k2":
         return x.square() / 2
-    if kind in ("k3", "low_var_kl"):
+    if kind == "k3" or kind == "low_var_kl":
         return _k3(x)
     assert_never(kind)
 

@@ -30,7 +30,7 @@ Invariants:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, assert_never
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -142,7 +142,10 @@ def policy_loss(inputs: LossInputs, settings: PolicyLossSettings) -> LossOutputs
     tokens whose ratio the clip changes), `pg_clipfrac_dual` with a dual clip, `ppo_kl` (mean of log
     pi_old - log pi), `approx_kl` (Schulman's k3 of the same divergence: mean of rho - 1 - log rho),
     `ois` (mean of rho), `kl_loss` when a reference is given, `entropy_loss` when entropy is,
-    `opsm_clipfrac` with sequence masking, and those of `sampling_weights` with importance sampling.
+    `effect` and `effect_square` (mean of what a token's gradient is multiplied by beside its
+    advantage, 0 where a bound stops it, and of its square: `effective_share` says what of the batch
+    that leaves), `opsm_clipfrac` with sequence masking, and those of `sampling_weights` with
+    importance sampling.
     Maxima: `ratio_max`, `log_ratio_abs_max`, both of clamped log-ratios.
 
     Raises:
@@ -151,12 +154,12 @@ def policy_loss(inputs: LossInputs, settings: PolicyLossSettings) -> LossOutputs
     """
     _check(inputs, settings)
     terms = _terms(inputs, settings)
-    surrogate, extra = _surrogate(terms, settings)
+    surrogate, effect, extra = _surrogate(terms, settings)
     if settings.opsm_delta is not None:
         left = left_sequences(
             terms.log_ratio, terms.advantages, terms.mask, inputs.lengths, settings.opsm_delta
         )
-        surrogate = surrogate.masked_fill(left, 0.0)
+        surrogate, effect = surrogate.masked_fill(left, 0.0), effect.masked_fill(left, 0.0)
         extra.append(Metrics({"opsm_clipfrac": (left * terms.weights).sum()}))
     if settings.sampling is not None:
         assert inputs.rollout_log_probs is not None
@@ -168,12 +171,16 @@ def policy_loss(inputs: LossInputs, settings: PolicyLossSettings) -> LossOutputs
             inputs.lengths,
             settings.sampling,
         )
-        surrogate = surrogate * importance
+        surrogate, effect = surrogate * importance, effect * importance
         extra.append(found)
 
     pg_loss = (surrogate * terms.weights).sum()
     loss = pg_loss
-    means = {"pg_loss": pg_loss.detach()}
+    means = {
+        "pg_loss": pg_loss.detach(),
+        "effect": (effect * terms.weights).sum(),
+        "effect_square": (effect.square() * terms.weights).sum(),
+    }
     if inputs.ref_log_probs is not None:
         drift = terms.new - masked(inputs.ref_log_probs, terms.mask)
         change = terms.log_ratio.exp() if settings.unbiased_kl else None
@@ -209,6 +216,13 @@ def log_prob_gap(train: Tensor, rollout: Tensor, mask: Tensor, weights: Tensor) 
     )
 
 
+def effective_share(effect: float, effect_square: float) -> float:
+    """Kish's effective sample size as a share of the tokens, (sum e)^2 / (n sum e^2), of the means
+    of e and e^2: 1 where all tokens have the same say, 0 where none has any.
+    """
+    return effect * effect / effect_square if effect_square else 0.0
+
+
 def _terms(inputs: LossInputs, settings: PolicyLossSettings) -> _Terms:
     mask = inputs.mask
     new = masked(inputs.log_probs, mask)
@@ -229,30 +243,38 @@ def _terms(inputs: LossInputs, settings: PolicyLossSettings) -> _Terms:
     )
 
 
-def _surrogate(terms: _Terms, settings: PolicyLossSettings) -> tuple[Tensor, list[Metrics]]:
-    """Each token's l_t."""
+def _surrogate(terms: _Terms, settings: PolicyLossSettings) -> tuple[Tensor, Tensor, list[Metrics]]:
+    """Each token's l_t; how much of its advantage its gradient has; metrics."""
     ratio, advantages = terms.ratio, terms.advantages
     clipped_ratio = ratio.clamp(1.0 - settings.clip_low, 1.0 + settings.clip_high)
     if settings.surrogate == "cispo":
         log_probs = terms.new.clamp(min=LEAST_LOG_PROB)
-        return -clipped_ratio.detach() * advantages * log_probs, []
-    if settings.surrogate not in ("clipped", "gspo"):
-        assert_never(settings.surrogate)
+        weight = clipped_ratio.detach()
+        return -weight * advantages * log_probs, weight, []
     surrogate = torch.maximum(-ratio * advantages, -clipped_ratio * advantages)
+    low, high = _beyond(terms, settings)
+    effect = ratio.detach().masked_fill(low | high, 0.0)
     if settings.dual_clip is None:
-        return surrogate, []
+        return surrogate, effect, []
     bound = -settings.dual_clip * advantages
     bounded = (advantages < 0) & (surrogate > bound)
     found = Metrics({"pg_clipfrac_dual": (bounded * terms.weights).sum()})
-    return torch.where(bounded, bound, surrogate), [found]
+    return torch.where(bounded, bound, surrogate), effect.masked_fill(bounded, 0.0), [found]
+
+
+def _beyond(terms: _Terms, settings: PolicyLossSettings) -> tuple[Tensor, Tensor]:
+    """Tokens that the clip acts on, below and above."""
+    ratio = terms.ratio.detach()
+    low, high = ratio < 1.0 - settings.clip_low, ratio > 1.0 + settings.clip_high
+    if settings.surrogate == "cispo":
+        return low, high
+    return low & (terms.advantages < 0), high & (terms.advantages > 0)
 
 
 def _ratio_metrics(terms: _Terms, settings: PolicyLossSettings) -> Metrics:
     """How far the policy has moved from the one that sampled, and where the clip acts."""
     log_ratio, ratio = terms.log_ratio.detach(), terms.ratio.detach()
-    low, high = ratio < 1.0 - settings.clip_low, ratio > 1.0 + settings.clip_high
-    if settings.surrogate != "cispo":
-        low, high = low & (terms.advantages < 0), high & (terms.advantages > 0)
+    low, high = _beyond(terms, settings)
     weights = terms.weights
     clip_low = (low * weights).sum()
     clip_high = (high * weights).sum()

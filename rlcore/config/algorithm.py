@@ -107,8 +107,8 @@ class AlgorithmConfig(Section):
             )
         if (self.loss_divisor is not None) != (self.loss_aggregation == "constant"):
             raise ValueError(
-                "algorithm.loss_divisor and algorithm.loss_aggregation = 'constant' belong "
-                "together: give both or neither"
+                "algorithm.loss_aggregation = 'constant' and algorithm.loss_divisor, such as the "
+                "value of rollout.max_response_len, belong together: give both or neither"
             )
         return self
 

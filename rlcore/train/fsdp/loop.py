@@ -33,6 +33,7 @@ from rlcore.algorithms.losses import (
     LossInputs,
     PolicyLossSettings,
     Surrogate,
+    effective_share,
     log_prob_gap,
     policy_loss,
 )
@@ -288,6 +289,9 @@ def _over_ranks(metrics: Metrics) -> Scalars:
         out |= dict(zip(names, stacked.tolist(), strict=True))
     if "entropy_loss" in out:
         out["entropy"] = out.pop("entropy_loss")
+    if "effect" in out:
+        share = effective_share(out.pop("effect"), out.pop("effect_square"))
+        out["effective_sample_size"] = share
     return out
 
 

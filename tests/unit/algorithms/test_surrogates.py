@@ -7,7 +7,12 @@ from itertools import product
 import pytest
 import torch
 
-from rlcore.algorithms.losses import LossInputs, PolicyLossSettings, policy_loss
+from rlcore.algorithms.losses import (
+    LossInputs,
+    PolicyLossSettings,
+    effective_share,
+    policy_loss,
+)
 from rlcore.algorithms.metrics import merge_metrics
 from rlcore.algorithms.off_policy import ImportanceSampling
 from rlcore.errors import ConfigError, DataError
@@ -349,3 +354,25 @@ def test_what_is_lacking_is_named():
         policy_loss(replace(inputs, rollout_log_probs=None), CASES["tis token clip"])
     with pytest.raises(ConfigError, match="entropy_coef needs"):
         policy_loss(replace(inputs, entropy=None), CASES["entropy"])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_effect_is_what_the_gradient_is_multiplied_by(name):
+    settings = replace(CASES[name], kl_coef=0.0, entropy_coef=0.0)
+    if settings.surrogate == "gspo":
+        pytest.skip("a token of gspo has the gradient of its whole sequence")
+    inputs = make_inputs(4)
+    out = policy_loss(inputs, settings)
+    out.loss.backward()
+    weights = torch.where(inputs.mask, inputs.weights, 1.0)
+    effect = (inputs.log_probs.grad / (-inputs.advantages * weights))[inputs.mask]
+    shares = inputs.weights[inputs.mask]
+    means = out.metrics.means
+    assert float(means["effect"]) == pytest.approx(float((effect * shares).sum()))
+    assert float(means["effect_square"]) == pytest.approx(float((effect**2 * shares).sum()))
+
+
+def test_the_effective_share_of_equal_says_is_one():
+    assert effective_share(0.7, 0.49) == pytest.approx(1.0)
+    assert effective_share(0.25, 0.25) == 0.25
+    assert effective_share(0.0, 0.0) == 0.0
