@@ -106,7 +106,7 @@ def loss_settings(a: AlgorithmConfig) -> PolicyLossSettings:
 
 
 class BatchLoop:
-    """Trains one batch; `run` is called once. `stepped` says whether the weights have changed."""
+    """Trains one batch; `run` or `measure` is called once. `stepped`: the weights have changed."""
 
     def __init__(
         self,
@@ -139,11 +139,7 @@ class BatchLoop:
             TrainError: a number is not finite, or the log-prob gap is too large.
         """
         start = time.perf_counter()
-        self._optimizer.drop_gradients()
-        steps = [self._prepare(step) for step in self._batch.steps]
-        with self._clock.phase("seconds_log_probs"):
-            gap = self._score_ahead(steps)
-        spread_advantages(steps, self._settings.algorithm)
+        steps, gap = self._begin()
         reports = []
         for number, step in enumerate(steps):
             with self._clock.phase("seconds_forward_backward"):
@@ -162,7 +158,24 @@ class BatchLoop:
         rate = {"seconds_train": seconds, "tokens_per_s": self._batch.tokens / max(seconds, 1e-9)}
         return _over_steps(reports) | gap | self._clock.seconds | rate
 
+    def measure(self) -> Scalars:
+        """Metrics and gradient of the first step, which is not applied; its gradient stays with the
+        optimizer.
+        """
+        steps, _ = self._begin()
+        metrics = self._forward_backward(0, steps[0])
+        return metrics | {"grad_norm": self._optimizer.collect_gradients()}
+
     # --- before the first step --------------------------------------------------------------------
+
+    def _begin(self) -> tuple[list[list[MicroBatch]], Scalars]:
+        """All that must be known before the weights change; the gap, where that shows it."""
+        self._optimizer.drop_gradients()
+        steps = [self._prepare(step) for step in self._batch.steps]
+        with self._clock.phase("seconds_log_probs"):
+            gap = self._score_ahead(steps)
+        spread_advantages(steps, self._settings.algorithm)
+        return steps, gap
 
     def _prepare(self, step: TrainStep) -> list[MicroBatch]:
         """The step's micro-batches on the device."""

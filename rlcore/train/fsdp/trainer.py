@@ -116,16 +116,8 @@ class FsdpTrainer:
     def train(self, prev_state_id: str, new_state_id: str, batch: TrainBatch) -> TrainReport:
         """All optimizer steps of one batch; see `BatchLoop.run`."""
         check_can_train(self, prev_state_id)
-        policy, optimizer = self._held()
-        total = self._train.num_iterations * self._train.num_steps_per_rollout
-        settings = LoopSettings(
-            algorithm=self._algorithm,
-            temperature=self._temperature,
-            clip_grad=self._train.clip_grad,
-            lr=lambda step: learning_rate(step, total, self._train),
-            device=self._device,
-        )
-        loop = BatchLoop(policy, self._reference, optimizer, settings, batch)
+        _, optimizer = self._held()
+        loop = self._loop(self._algorithm, batch)
         self.dirty = True
         try:
             metrics = loop.run()
@@ -136,6 +128,36 @@ class FsdpTrainer:
         counts = {"tokens": float(batch.tokens), "samples": float(batch.samples)}
         metrics = batch.metrics | metrics | counts
         return TrainReport(batch.iteration, new_state_id, optimizer.steps, metrics)
+
+    def measure(
+        self, batch: TrainBatch, algorithm: AlgorithmConfig
+    ) -> tuple[dict[str, float], list[Tensor]]:
+        """Metrics and gradient of a batch's first step under other settings; nothing is applied.
+
+        Args:
+            batch: with the advantages that the settings make.
+            algorithm: the settings; where they need a reference, the trainer's own must too.
+
+        Returns:
+            Metrics, and this rank's share of the gradient: a copy on the CPU.
+        """
+        _, optimizer = self._held()
+        metrics = self._loop(algorithm, batch).measure()
+        gradient = [part.to("cpu", copy=True).flatten() for part in optimizer.gradients()]
+        optimizer.drop_gradients()
+        return metrics, gradient
+
+    def _loop(self, algorithm: AlgorithmConfig, batch: TrainBatch) -> BatchLoop:
+        policy, optimizer = self._held()
+        total = self._train.num_iterations * self._train.num_steps_per_rollout
+        settings = LoopSettings(
+            algorithm=algorithm,
+            temperature=self._temperature,
+            clip_grad=self._train.clip_grad,
+            lr=lambda step: learning_rate(step, total, self._train),
+            device=self._device,
+        )
+        return BatchLoop(policy, self._reference, optimizer, settings, batch)
 
     @torch.no_grad()
     def log_probs(self, sequences: list[list[int]]) -> list[list[float]]:
