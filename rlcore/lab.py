@@ -70,6 +70,7 @@ def variants(config: RunConfig) -> dict[str, AlgorithmConfig]:
         "reinforce_plus_plus": {"advantage_estimator": "reinforce_plus_plus"},
         "reinforce_plus_plus, kl": {"advantage_estimator": "reinforce_plus_plus", "kl_coef": 0.01},
         "reinforce_plus_plus_baseline": {"advantage_estimator": "reinforce_plus_plus_baseline"},
+        **({"ppo": {"advantage_estimator": "ppo"}} if config.algorithm.has_critic else {}),
         "grpo, raw rewards": {"rewards_normalization": False},
         "grpo, whitened": {"normalize_advantages": True},
         "grpo, dual clip": {"eps_clip_c": 3.0},
@@ -130,8 +131,8 @@ def run_lab(
     with _one_rank(config) as device:
         trainer = FsdpTrainer(
             train,
-            # One that needs a reference, for those that do.
-            AlgorithmConfig(use_kl_loss=True),
+            # A reference, for those that need one.
+            config.algorithm.model_copy(update={"use_kl_loss": True}),
             temperature=config.rollout.temperature,
             seed=config.run.seed,
             device=device,

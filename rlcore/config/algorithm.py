@@ -10,7 +10,9 @@ from pydantic import Field, model_validator
 
 from rlcore.config.section import PositiveInt, Section
 
-Estimator = Literal["grpo", "gspo", "cispo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
+Estimator = Literal[
+    "grpo", "gspo", "cispo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo"
+]
 REINFORCE = frozenset({"reinforce_plus_plus", "reinforce_plus_plus_baseline"})
 
 
@@ -26,7 +28,15 @@ class AlgorithmConfig(Section):
     normalize_advantages: bool | None = None
     """Whiten advantages over the tokens of the batch; default: where the estimator needs it."""
     gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Discount of a token, for `reinforce_plus_plus`."""
+    """Discount of a token, for `reinforce_plus_plus` and `ppo`."""
+    lambd: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Lambda of the generalised advantages of `ppo`: 0 is one step, 1 the whole return."""
+    value_clip: Annotated[float, Field(gt=0)] = 0.2
+    """How far a value may go from what it was before the batch, for `ppo`."""
+    critic_lr: Annotated[float, Field(gt=0)] | None = None
+    """Peak learning rate of the critic; default: train.lr."""
+    num_critic_only_steps: Annotated[int, Field(ge=0)] = 0
+    """First iterations that train the critic alone."""
     clip_low: Annotated[float, Field(ge=0, le=1)] = 0.2
     """The ratio is clipped below at 1 - clip_low."""
     clip_high: Annotated[float, Field(ge=0)] = 0.2
@@ -42,7 +52,7 @@ class AlgorithmConfig(Section):
     kl_loss_coef: Annotated[float, Field(ge=0)] = 0.001
     """Weight of the KL term."""
     kl_coef: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of a KL penalty on each token's reward, for the reinforce_plus_plus estimators."""
+    """Weight of a KL penalty on each token's reward, for `ppo` and `reinforce_plus_plus*`."""
     kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = "k3"
     """Estimator of KL term and KL penalty."""
     use_unbiased_kl: bool = False
@@ -78,17 +88,24 @@ class AlgorithmConfig(Section):
                 f"algorithm.advantage_estimator = {name!r} needs whitened advantages: remove "
                 "algorithm.normalize_advantages = false"
             )
-        if self.kl_coef and not reinforce:
+        if self.kl_coef and not (reinforce or self.has_critic):
             raise ValueError(
                 f"algorithm.kl_coef = {self.kl_coef} is a penalty on rewards, which "
                 f"algorithm.advantage_estimator = {name!r} does not have: use "
                 "algorithm.use_kl_loss = true with algorithm.kl_loss_coef"
             )
-        if self.gamma != 1.0 and name != "reinforce_plus_plus":
+        if self.gamma != 1.0 and name not in ("reinforce_plus_plus", "ppo"):
             raise ValueError(
-                f"algorithm.gamma = {self.gamma} discounts the returns of 'reinforce_plus_plus'; "
-                f"algorithm.advantage_estimator = {name!r} has none"
+                f"algorithm.gamma = {self.gamma} discounts the returns of 'reinforce_plus_plus' "
+                f"and 'ppo'; algorithm.advantage_estimator = {name!r} has none"
             )
+        for key in ("lambd", "value_clip", "critic_lr", "num_critic_only_steps"):
+            value = getattr(self, key)
+            if not self.has_critic and value != type(self).model_fields[key].default:
+                raise ValueError(
+                    f"algorithm.{key} = {value} is about the critic of 'ppo'; "
+                    f"algorithm.advantage_estimator = {name!r} has none"
+                )
         if self.eps_clip_c is not None and name == "cispo":
             raise ValueError("algorithm.eps_clip_c is set, but 'cispo' has no dual clip; remove it")
         return self
@@ -133,9 +150,15 @@ class AlgorithmConfig(Section):
         return self
 
     @property
+    def has_critic(self) -> bool:
+        """Whether a critic is trained beside the policy."""
+        return self.advantage_estimator == "ppo"
+
+    @property
     def group_baseline(self) -> bool:
         """Whether rewards are compared with those of their group."""
-        return self.rewards_normalization and self.advantage_estimator != "reinforce_plus_plus"
+        compares = self.advantage_estimator not in ("reinforce_plus_plus", "ppo")
+        return self.rewards_normalization and compares
 
     @property
     def group_std(self) -> bool:

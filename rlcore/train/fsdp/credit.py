@@ -17,7 +17,15 @@ from torch import Tensor
 
 from rlcore.algorithms.kl import kl_estimate
 from rlcore.algorithms.packing import PackedBatch
-from rlcore.algorithms.returns import Moments, largest, moments, penalised, returns, whiten
+from rlcore.algorithms.returns import (
+    Moments,
+    gae,
+    largest,
+    moments,
+    penalised,
+    returns,
+    whiten,
+)
 from rlcore.config.tree import AlgorithmConfig
 
 
@@ -36,6 +44,10 @@ class MicroBatch:
     """[M] log-probs before the first step."""
     ref: Tensor | None = None
     """[M] log-probs of the reference policy."""
+    values: Tensor | None = None
+    """[M] of the critic before the first step."""
+    returns: Tensor | None = None
+    """[M] float32, what the critic learns."""
     kl: Tensor | None = None
     """[M] KL estimates, where they are a penalty on rewards."""
 
@@ -69,6 +81,19 @@ def _of_one(micro: MicroBatch, algorithm: AlgorithmConfig) -> Tensor:
     if algorithm.kl_coef:
         assert micro.old is not None and micro.ref is not None
         micro.kl = kl_estimate(micro.old - micro.ref, algorithm.kl_loss_type)
+    if algorithm.has_critic:
+        assert micro.values is not None
+        advantages, goal = gae(
+            micro.advantages,
+            micro.kl,
+            micro.values,
+            micro.lengths,
+            gamma=algorithm.gamma,
+            lambd=algorithm.lambd,
+            kl_coef=algorithm.kl_coef,
+        )
+        micro.returns = goal.float()
+        return advantages.float()
     if algorithm.advantage_estimator == "reinforce_plus_plus":
         return returns(
             micro.advantages, micro.kl, micro.lengths, algorithm.gamma, algorithm.kl_coef

@@ -40,15 +40,23 @@ from rlcore.algorithms.losses import (
 from rlcore.algorithms.metrics import Metrics, merge_metrics
 from rlcore.algorithms.off_policy import ImportanceSampling
 from rlcore.algorithms.packing import LogProbs, pack
+from rlcore.algorithms.values import ValueInputs, value_loss
 from rlcore.config.tree import AlgorithmConfig
 from rlcore.errors import TrainError
 from rlcore.train.fsdp.credit import MicroBatch, spread_advantages
+from rlcore.train.fsdp.critic import TrainedCritic
 from rlcore.train.fsdp.model import Policy
 from rlcore.train.fsdp.optimizer import ShardedAdamW, clip_scale
 from rlcore.train.trainer import TrainBatch, TrainStep
 
 GAP_PREFIX = "train_rollout_"
 GAP = "train_rollout_logprob_abs_diff"
+FINITE = {
+    "loss": "loss",
+    "grad_norm": "gradient norm",
+    "value_loss": "critic's loss",
+    "critic_grad_norm": "critic's gradient norm",
+}
 Scalars = dict[str, float]
 
 
@@ -63,6 +71,8 @@ class LoopSettings:
     lr: Callable[[int], float]
     """Learning rate of an optimizer step, counted from the start of the run."""
     device: torch.device
+    critic_lr: Callable[[int], float] | None = None
+    """Of a critic's optimizer step."""
 
     @property
     def loss(self) -> PolicyLossSettings:
@@ -113,19 +123,25 @@ class BatchLoop:
         policy: Policy,
         reference: Policy | None,
         optimizer: ShardedAdamW,
+        critic: TrainedCritic | None,
         settings: LoopSettings,
         batch: TrainBatch,
     ) -> None:
         self._policy = policy
         self._reference = reference
         self._optimizer = optimizer
+        self._critic = critic
         self._settings = settings
         self._batch = batch
         self._clock = Clock(settings.device)
         self.stepped = False
         self._old_from_rollout = settings.algorithm.use_rollout_logprobs
-        ahead = len(batch.steps) > 1 or settings.algorithm.kl_coef > 0
-        self._old_ahead = ahead and not self._old_from_rollout
+        self._critic_only = (
+            critic is not None and batch.iteration < settings.algorithm.num_critic_only_steps
+        )
+        # A policy that is not trained is passed through all the same: its gap to the engine shows.
+        several = len(batch.steps) > 1 or self._critic_only
+        self._old_ahead = (several or settings.algorithm.kl_coef > 0) and not self._old_from_rollout
         self._check_rollout_log_probs()
 
     def run(self) -> Scalars:
@@ -143,20 +159,24 @@ class BatchLoop:
         reports = []
         for number, step in enumerate(steps):
             with self._clock.phase("seconds_forward_backward"):
-                metrics = self._forward_backward(number, step)
+                metrics = {} if self._critic_only else self._forward_backward(number, step)
+                metrics |= self._critic_forward_backward(step)
             with self._clock.phase("seconds_optimizer"):
-                norm = self._optimizer.collect_gradients()
-                self._check_finite(number, metrics["loss"], norm)
+                norms = {name: o.collect_gradients() for name, (o, _) in self._learners().items()}
+                metrics |= {f"{name}grad_norm": norm for name, norm in norms.items()}
+                self._check_finite(number, metrics)
                 if number == 0:
                     gap = gap or {k: v for k, v in metrics.items() if k.startswith(GAP_PREFIX)}
                     self._check_gap(gap)
                 self.stepped = True
-                lr = self._settings.lr(self._optimizer.steps)
-                self._optimizer.step(lr, clip_scale(norm, self._settings.clip_grad))
-            reports.append(metrics | {"grad_norm": norm, "lr": lr})
+                for name, (optimizer, rate) in self._learners().items():
+                    metrics[f"{name}lr"] = rate(optimizer.steps)
+                    scale = clip_scale(norms[name], self._settings.clip_grad)
+                    optimizer.step(metrics[f"{name}lr"], scale)
+            reports.append(metrics)
         seconds = time.perf_counter() - start
-        rate = {"seconds_train": seconds, "tokens_per_s": self._batch.tokens / max(seconds, 1e-9)}
-        return _over_steps(reports) | gap | self._clock.seconds | rate
+        speed = {"seconds_train": seconds, "tokens_per_s": self._batch.tokens / max(seconds, 1e-9)}
+        return _over_steps(reports) | gap | self._clock.seconds | speed
 
     def measure(self) -> Scalars:
         """Metrics and gradient of the first step, which is not applied; its gradient stays with the
@@ -170,7 +190,7 @@ class BatchLoop:
 
     def _begin(self) -> tuple[list[list[MicroBatch]], Scalars]:
         """All that must be known before the weights change; the gap, where that shows it."""
-        self._optimizer.drop_gradients()
+        self._drop_gradients()
         steps = [self._prepare(step) for step in self._batch.steps]
         with self._clock.phase("seconds_log_probs"):
             gap = self._score_ahead(steps)
@@ -204,6 +224,8 @@ class BatchLoop:
                     parts.append(self._gap(micro, micro.old))
                 if self._old_from_rollout:
                     micro.old = micro.pick("rollout_log_probs")
+                if self._critic is not None:
+                    micro.values = self._critic.model.values(micro.packed, micro.rows)
                 if self._reference is not None:
                     micro.ref = self._reference.score(micro.packed, micro.rows, temperature)[0]
             if parts:
@@ -248,6 +270,38 @@ class BatchLoop:
         metrics = _over_ranks(merge_metrics(parts))
         return metrics | {"loss": metrics["loss"] * scale}
 
+    def _critic_forward_backward(self, step: Sequence[MicroBatch]) -> Scalars:
+        """The critic's gradients of the step, and its metrics over all ranks; none without one."""
+        if self._critic is None:
+            return {}
+        parts = []
+        for micro in step:
+            assert micro.values is not None and micro.returns is not None
+            inputs = ValueInputs(
+                values=self._critic.model.values(micro.packed, micro.rows),
+                old_values=micro.values,
+                returns=micro.returns,
+                mask=micro.pick("loss_mask"),
+                weights=micro.pick("loss_weights"),
+            )
+            out = value_loss(inputs, self._settings.algorithm.value_clip)
+            (out.loss * dist.get_world_size()).backward()
+            parts.append(out.metrics)
+        return _over_ranks(merge_metrics(parts))
+
+    def _learners(self) -> dict[str, tuple[ShardedAdamW, Callable[[int], float]]]:
+        """What is trained on this batch, with its learning rate, by the prefix of its metrics."""
+        learners = {} if self._critic_only else {"": (self._optimizer, self._settings.lr)}
+        if self._critic is not None:
+            rate = self._settings.critic_lr or self._settings.lr
+            learners["critic_"] = (self._critic.optimizer, rate)
+        return learners
+
+    def _drop_gradients(self) -> None:
+        self._optimizer.drop_gradients()
+        if self._critic is not None:
+            self._critic.optimizer.drop_gradients()
+
     def _scale(self, number: int) -> float:
         """What the mean over a step's tokens is multiplied by."""
         divisor = self._settings.algorithm.loss_divisor
@@ -265,10 +319,11 @@ class BatchLoop:
                 "keep them, or leave the setting out"
             )
 
-    def _check_finite(self, number: int, loss: float, norm: float) -> None:
-        for name, value in (("loss", loss), ("gradient norm", norm)):
+    def _check_finite(self, number: int, metrics: Scalars) -> None:
+        for key, name in FINITE.items():
+            value = metrics.get(key, 0.0)
             if not math.isfinite(value):
-                self._optimizer.drop_gradients()
+                self._drop_gradients()
                 raise TrainError(
                     f"iteration {self._batch.iteration}, optimizer step {number + 1} of "
                     f"{len(self._batch.steps)}: the {name} is {value}; the step was not applied. "
@@ -283,7 +338,7 @@ class BatchLoop:
         gap = gaps.get(name)
         if limit is None or gap is None or gap <= limit:
             return
-        self._optimizer.drop_gradients()
+        self._drop_gradients()
         raise TrainError(
             f"iteration {self._batch.iteration}: trainer and engine differ by {gap:.4g} nat a "
             f"token ({what}) in their log-probs, more than algorithm.max_logprob_gap = {limit}; "
@@ -296,7 +351,8 @@ def _over_ranks(metrics: Metrics) -> Scalars:
     """Metrics of the whole step as numbers, the same on every rank."""
     out: Scalars = {}
     for values, op in ((metrics.means, dist.ReduceOp.SUM), (metrics.maxima, dist.ReduceOp.MAX)):
-        names = sorted(values)
+        if not (names := sorted(values)):
+            continue
         stacked = torch.stack([values[name].detach().double() for name in names])
         dist.all_reduce(stacked, op=op)
         out |= dict(zip(names, stacked.tolist(), strict=True))

@@ -20,6 +20,7 @@ from rlcore.algorithms.packing import TrainSequence, pack
 from rlcore.config.tree import AlgorithmConfig, TrainConfig
 from rlcore.errors import TrainError
 from rlcore.train.fsdp import state
+from rlcore.train.fsdp.critic import TrainedCritic, load_critic
 from rlcore.train.fsdp.loop import BatchLoop, LoopSettings
 from rlcore.train.fsdp.model import Policy, current_device, load_policy, shard
 from rlcore.train.fsdp.optimizer import ShardedAdamW, learning_rate
@@ -59,6 +60,7 @@ class FsdpTrainer:
         self._policy: Policy | None = None
         self._reference: Policy | None = None
         self._optimizer: ShardedAdamW | None = None
+        self._critic: TrainedCritic | None = None
         self._writer = ShardWriter()
 
     # --- state ------------------------------------------------------------------------------------
@@ -68,11 +70,13 @@ class FsdpTrainer:
         from a Hugging Face folder.
         """
         self.loaded, self.dirty = None, True
-        self._policy = self._optimizer = None
+        self._policy = self._optimizer = self._critic = None
         self._policy = self._build(model_folder, checkpointing=self._train.gradient_checkpointing)
         if self._algorithm.needs_reference and self._reference is None:
             self._reference = self._build(model_folder).requires_grad_(False)
         self._optimizer = ShardedAdamW(list(self._policy.weights()), self._train)
+        if self._algorithm.has_critic:
+            self._critic = self._build_critic(model_folder)
         self._writer = ShardWriter()
         self._folder = model_folder
         torch.manual_seed(self._seed)
@@ -82,7 +86,7 @@ class FsdpTrainer:
         """Read a saved state in place; `load` must have built the model before."""
         policy, optimizer = self._held()
         self.loaded, self.dirty = None, True
-        digest = state.load(folder, policy, optimizer)
+        digest = state.load(folder, policy, optimizer, self._critic)
         self.loaded, self.dirty = state_id, False
         return digest
 
@@ -93,18 +97,34 @@ class FsdpTrainer:
             raise TrainError(
                 "the trainer stopped in the middle of a batch, so it holds no state to save"
             )
-        state.save(folder, policy, optimizer, self._writer)
+        state.save(folder, policy, optimizer, self._critic, self._writer)
 
     def digest(self) -> StateDigest:
         """Digests of what is held."""
-        return state.digest(*self._held())
+        return state.digest(*self._held(), self._critic)
 
     def _build(self, folder: Path, *, checkpointing: bool = False) -> Policy:
         policy = load_policy(
             folder, trust_remote_code=self._trust_remote_code, checkpointing=checkpointing
         )
-        shard(policy, self._mesh, self._train.precision)
+        shard(policy, policy.lm.base_model.layers, self._mesh, self._train.precision)
         return policy
+
+    def _build_critic(self, folder: Path) -> TrainedCritic:
+        critic = load_critic(
+            folder,
+            self._seed,
+            trust_remote_code=self._trust_remote_code,
+            checkpointing=self._train.gradient_checkpointing,
+        )
+        shard(critic, critic.body.layers, self._mesh, self._train.precision)
+        return TrainedCritic(critic, ShardedAdamW(list(critic.weights()), self._critic_train))
+
+    @property
+    def _critic_train(self) -> TrainConfig:
+        """The optimizer's settings with the critic's learning rate."""
+        rate = self._algorithm.critic_lr
+        return self._train if rate is None else self._train.model_copy(update={"lr": rate})
 
     def _held(self) -> tuple[Policy, ShardedAdamW]:
         if self._policy is None or self._optimizer is None:
@@ -155,9 +175,11 @@ class FsdpTrainer:
             temperature=self._temperature,
             clip_grad=self._train.clip_grad,
             lr=lambda step: learning_rate(step, total, self._train),
+            critic_lr=lambda step: learning_rate(step, total, self._critic_train),
             device=self._device,
         )
-        return BatchLoop(policy, self._reference, optimizer, settings, batch)
+        critic = self._critic if algorithm.has_critic else None
+        return BatchLoop(policy, self._reference, optimizer, critic, settings, batch)
 
     @torch.no_grad()
     def log_probs(self, sequences: list[list[int]]) -> list[list[float]]:

@@ -26,7 +26,9 @@ TWO_STEPS = {"train": {"num_steps_per_rollout": 2, "global_batch_size": 128}}
 @pytest.mark.parametrize(
     ("algorithm", "words"),
     [
-        ({"advantage_estimator": "ppo"}, ("algorithm.advantage_estimator = 'ppo'", "'cispo'")),
+        ({"advantage_estimator": "dpo"}, ("algorithm.advantage_estimator = 'dpo'", "'cispo'")),
+        ({"lambd": 0.95}, ("algorithm.lambd = 0.95", "critic of 'ppo'")),
+        ({"num_critic_only_steps": 1}, ("algorithm.num_critic_only_steps = 1", "'grpo' has none")),
         (
             {"advantage_estimator": "reinforce_plus_plus", "normalize_advantages": False},
             ("'reinforce_plus_plus' needs whitened", "algorithm.normalize_advantages"),
@@ -98,6 +100,7 @@ def test_a_group_of_one_needs_no_baseline_where_rewards_are_not_compared() -> No
         ("cispo", True, True, False),
         ("reinforce_plus_plus_baseline", True, False, True),
         ("reinforce_plus_plus", False, False, True),
+        ("ppo", False, False, False),
     ],
 )
 def test_what_an_estimator_implies(
