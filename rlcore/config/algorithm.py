@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from rlcore.config.section import PositiveInt, Section
+from rlcore.config.section import FilePath, PositiveInt, Section
 
 Estimator = Literal[
     "grpo", "gspo", "cispo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo"
@@ -37,6 +37,12 @@ class AlgorithmConfig(Section):
     """Peak learning rate of the critic; default: train.lr."""
     num_critic_only_steps: Annotated[int, Field(ge=0)] = 0
     """First iterations that train the critic alone."""
+    use_opd: bool = False
+    """On-policy distillation: take the distance to a teacher off the advantages."""
+    opd_teacher_load: FilePath = ""
+    """Hugging Face folder of the teacher, whose token ids are the model's."""
+    opd_kl_coef: Annotated[float, Field(gt=0)] = 1.0
+    """Weight of the distance to the teacher."""
     clip_low: Annotated[float, Field(ge=0, le=1)] = 0.2
     """The ratio is clipped below at 1 - clip_low."""
     clip_high: Annotated[float, Field(ge=0)] = 0.2
@@ -117,6 +123,11 @@ class AlgorithmConfig(Section):
                 f"algorithm.kl_coef = {self.kl_coef} and algorithm.use_kl_loss = true punish the "
                 "same divergence twice; use one of them"
             )
+        if self.use_opd != bool(self.opd_teacher_load):
+            raise ValueError(
+                "algorithm.use_opd = true and algorithm.opd_teacher_load, the folder of the "
+                "teacher, belong together: give both or neither"
+            )
         if self.use_unbiased_kl and not self.use_kl_loss:
             raise ValueError(
                 "algorithm.use_unbiased_kl = true is about the KL term; set "
@@ -177,6 +188,11 @@ class AlgorithmConfig(Section):
     def needs_reference(self) -> bool:
         """Whether log-probs of the starting model are needed."""
         return self.use_kl_loss or self.kl_coef > 0
+
+    @property
+    def needs_old_ahead(self) -> bool:
+        """Whether advantages depend on log-probs of the policy before the first step."""
+        return self.kl_coef > 0 or self.use_opd
 
     @property
     def needs_rollout_log_probs(self) -> str | None:

@@ -44,6 +44,10 @@ class MicroBatch:
     """[M] log-probs before the first step."""
     ref: Tensor | None = None
     """[M] log-probs of the reference policy."""
+    teacher: Tensor | None = None
+    """[M] log-probs of the teacher."""
+    behind: Tensor | None = None
+    """[M] log pi_old - log teacher, where a teacher is followed."""
     values: Tensor | None = None
     """[M] of the critic before the first step."""
     returns: Tensor | None = None
@@ -72,6 +76,11 @@ def spread_advantages(steps: Sequence[Sequence[MicroBatch]], algorithm: Algorith
     micros = [micro for step in steps for micro in step]
     for micro in micros:
         micro.advantages = _of_one(micro, algorithm)
+        if algorithm.use_opd:
+            assert micro.old is not None and micro.teacher is not None
+            micro.behind = micro.old - micro.teacher
+            advantages = penalised(micro.advantages, micro.behind, algorithm.opd_kl_coef)
+            micro.advantages = advantages.float()
     if algorithm.whitens:
         _whiten(micros)
 

@@ -37,7 +37,7 @@ from rlcore.algorithms.losses import (
     log_prob_gap,
     policy_loss,
 )
-from rlcore.algorithms.metrics import Metrics, merge_metrics
+from rlcore.algorithms.metrics import Metrics, masked, merge_metrics
 from rlcore.algorithms.off_policy import ImportanceSampling
 from rlcore.algorithms.packing import LogProbs, pack
 from rlcore.algorithms.values import ValueInputs, value_loss
@@ -115,33 +115,45 @@ def loss_settings(a: AlgorithmConfig) -> PolicyLossSettings:
     )
 
 
+@dataclass(frozen=True)
+class Models:
+    """What a batch goes through."""
+
+    policy: Policy
+    optimizer: ShardedAdamW
+    """Of the policy."""
+    critic: TrainedCritic | None = None
+    reference: Policy | None = None
+    """The starting model, where a divergence from it is asked for."""
+    teacher: Policy | None = None
+    """For on-policy distillation."""
+
+
 class BatchLoop:
     """Trains one batch; `run` or `measure` is called once. `stepped`: the weights have changed."""
 
     def __init__(
         self,
-        policy: Policy,
-        reference: Policy | None,
-        optimizer: ShardedAdamW,
-        critic: TrainedCritic | None,
+        models: Models,
         settings: LoopSettings,
         batch: TrainBatch,
     ) -> None:
-        self._policy = policy
-        self._reference = reference
-        self._optimizer = optimizer
-        self._critic = critic
+        self._models = models
+        self._policy = models.policy
+        self._optimizer = models.optimizer
+        self._critic = models.critic
         self._settings = settings
         self._batch = batch
         self._clock = Clock(settings.device)
         self.stepped = False
         self._old_from_rollout = settings.algorithm.use_rollout_logprobs
         self._critic_only = (
-            critic is not None and batch.iteration < settings.algorithm.num_critic_only_steps
+            self._critic is not None and batch.iteration < settings.algorithm.num_critic_only_steps
         )
         # A policy that is not trained is passed through all the same: its gap to the engine shows.
         several = len(batch.steps) > 1 or self._critic_only
-        self._old_ahead = (several or settings.algorithm.kl_coef > 0) and not self._old_from_rollout
+        ahead = several or settings.algorithm.needs_old_ahead
+        self._old_ahead = ahead and not self._old_from_rollout
         self._check_rollout_log_probs()
 
     def run(self) -> Scalars:
@@ -226,8 +238,12 @@ class BatchLoop:
                     micro.old = micro.pick("rollout_log_probs")
                 if self._critic is not None:
                     micro.values = self._critic.model.values(micro.packed, micro.rows)
-                if self._reference is not None:
-                    micro.ref = self._reference.score(micro.packed, micro.rows, temperature)[0]
+                for name, model in (
+                    ("ref", self._models.reference),
+                    ("teacher", self._models.teacher),
+                ):
+                    if model is not None:
+                        setattr(micro, name, model.score(micro.packed, micro.rows, temperature)[0])
             if parts:
                 gaps.append(_over_ranks(merge_metrics(parts)))
         return _over_steps(gaps)
@@ -262,8 +278,10 @@ class BatchLoop:
             out = policy_loss(inputs, settings)
             (out.loss * (world * scale)).backward()
             parts.append(out.metrics)
-            if micro.kl is not None:
-                parts.append(Metrics({"kl": (micro.kl * inputs.weights).sum()}))
+            for name, values in (("kl", micro.kl), ("opd_reverse_kl", micro.behind)):
+                if values is not None:
+                    mean = (masked(values, inputs.mask) * inputs.weights).sum()
+                    parts.append(Metrics({name: mean}))
             # The policy of later steps has moved: only that of the first is the engine's.
             if number == 0 and not self._old_ahead and self._batch.rollout_log_probs:
                 parts.append(self._gap(micro, log_probs))

@@ -18,10 +18,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from rlcore.algorithms.aggregate import Totals
 from rlcore.algorithms.packing import TrainSequence, pack
 from rlcore.config.tree import AlgorithmConfig, TrainConfig
-from rlcore.errors import TrainError
+from rlcore.errors import ConfigError, TrainError
 from rlcore.train.fsdp import state
 from rlcore.train.fsdp.critic import TrainedCritic, load_critic
-from rlcore.train.fsdp.loop import BatchLoop, LoopSettings
+from rlcore.train.fsdp.loop import BatchLoop, LoopSettings, Models
 from rlcore.train.fsdp.model import Policy, current_device, load_policy, shard
 from rlcore.train.fsdp.optimizer import ShardedAdamW, learning_rate
 from rlcore.train.fsdp.shards import ShardWriter
@@ -59,6 +59,7 @@ class FsdpTrainer:
         self._folder: Path | None = None
         self._policy: Policy | None = None
         self._reference: Policy | None = None
+        self._teacher: Policy | None = None
         self._optimizer: ShardedAdamW | None = None
         self._critic: TrainedCritic | None = None
         self._writer = ShardWriter()
@@ -74,6 +75,10 @@ class FsdpTrainer:
         self._policy = self._build(model_folder, checkpointing=self._train.gradient_checkpointing)
         if self._algorithm.needs_reference and self._reference is None:
             self._reference = self._build(model_folder).requires_grad_(False)
+        if self._algorithm.use_opd and self._teacher is None:
+            self._teacher = self._build_teacher(
+                self._policy, Path(self._algorithm.opd_teacher_load)
+            )
         self._optimizer = ShardedAdamW(list(self._policy.weights()), self._train)
         if self._algorithm.has_critic:
             self._critic = self._build_critic(model_folder)
@@ -109,6 +114,21 @@ class FsdpTrainer:
         )
         shard(policy, policy.lm.base_model.layers, self._mesh, self._train.precision)
         return policy
+
+    def _build_teacher(self, policy: Policy, folder: Path) -> Policy:
+        if not folder.is_dir():
+            raise ConfigError(
+                f"algorithm.opd_teacher_load = {str(folder)!r} is not a folder on the trainer's "
+                "machine; give a Hugging Face model folder that it sees"
+            )
+        teacher = self._build(folder).requires_grad_(False)
+        ours, theirs = (m.lm.get_input_embeddings().weight.shape[0] for m in (policy, teacher))
+        if ours != theirs:
+            raise ConfigError(
+                f"algorithm.opd_teacher_load: the teacher in {folder} has a vocabulary of {theirs} "
+                f"tokens, the model one of {ours}; both must read the same token ids"
+            )
+        return teacher
 
     def _build_critic(self, folder: Path) -> TrainedCritic:
         critic = load_critic(
@@ -178,8 +198,14 @@ class FsdpTrainer:
             critic_lr=lambda step: learning_rate(step, total, self._critic_train),
             device=self._device,
         )
-        critic = self._critic if algorithm.has_critic else None
-        return BatchLoop(policy, self._reference, optimizer, critic, settings, batch)
+        models = Models(
+            policy,
+            optimizer,
+            critic=self._critic if algorithm.has_critic else None,
+            reference=self._reference,
+            teacher=self._teacher if algorithm.use_opd else None,
+        )
+        return BatchLoop(models, settings, batch)
 
     @torch.no_grad()
     def log_probs(self, sequences: list[list[int]]) -> list[list[float]]:
