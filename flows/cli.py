@@ -175,6 +175,27 @@ def rerun(
     return again(root_of(root), run, iter, stage, as_, set, reward=reward, as_json=json)
 
 
+@app.command
+def lab(
+    run: RunName,
+    *,
+    iter: Annotated[int, Parameter(help="The iteration whose batch it is.")],
+    policy: Annotated[
+        int | None,
+        Parameter(
+            help="The iteration whose trainer state is the policy, -1: the starting model. "
+            "Default: the same, else the one before, else the next that is kept."
+        ),
+    ] = None,
+    root: Root = None,
+    json: Json = False,
+) -> None:
+    """Compare all estimators and losses on one stored batch."""
+    from flows.lab import lab as measure
+
+    measure(root_of(root), run, iter, policy, as_json=json)
+
+
 @app.command(name="log")
 def show_log(
     run: Annotated[str | None, Parameter(help="A run, with its iterations.")] = None,

@@ -9,8 +9,8 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from rlcore.algorithms.advantages import AdvantageInputs, grpo_advantages
-from rlcore.config import RunConfig, config_digest
+from rlcore.algorithms.advantages import AdvantageInputs, sample_advantages
+from rlcore.config import AlgorithmConfig, RunConfig, config_digest
 from rlcore.config.digest import STAGE_SECTIONS
 from rlcore.rollout.metrics import reward_metrics
 from rlcore.rollout.rewards.scorer import Scorer
@@ -165,30 +165,38 @@ class Change:
         return sum(s.reward is not None for s in self.samples)
 
 
-def compare_scores(old: RunStore, new: RunStore, iteration: int, std: tuple[bool, bool]) -> Change:
+def compare_scores(
+    old: RunStore,
+    new: RunStore,
+    iteration: int,
+    algorithms: tuple[AlgorithmConfig, AlgorithmConfig],
+) -> Change:
     """What two runs that share a rollout make of it.
 
     Args:
         old, new: the runs.
         iteration: the one whose rollout they share.
-        std: `algorithm.grpo_std_normalization` of each.
+        algorithms: of each.
     """
     samples = read_rollout(new.objects, _files(new, iteration, "rollout"))
     return Change(
         samples,
-        _verdicts(old, iteration, samples, std[0]),
-        _verdicts(new, iteration, samples, std[1]),
+        _verdicts(old, iteration, samples, algorithms[0]),
+        _verdicts(new, iteration, samples, algorithms[1]),
     )
 
 
-def _verdicts(store: RunStore, i: int, samples: list[Sample], std: bool) -> Verdicts:
+def _verdicts(
+    store: RunStore, i: int, samples: list[Sample], algorithm: AlgorithmConfig
+) -> Verdicts:
     scores = read_parts(store.objects, _files(store, i, "reward"), ("status", "error"))
     chosen = read_parts(store.objects, _files(store, i, "filter"), ("reward", "keep"))
     failed = [status == Status.FAILED for status in scores["status"].to_pylist()]
     pairs = zip(chosen["reward"].to_pylist(), failed, strict=True)
     rewards = [None if bad else reward for reward, bad in pairs]
     groups = [sample.group_index for sample in samples]
-    found = grpo_advantages(AdvantageInputs(rewards, groups, std)).advantages
+    std, baseline = algorithm.group_std, algorithm.group_baseline
+    found = sample_advantages(AdvantageInputs(rewards, groups, std, baseline)).advantages
     keep = chosen["keep"].to_pylist()
     trained = tuple(a if k else 0.0 for a, k in zip(found, keep, strict=True))
     return Verdicts(rewards, trained, scores["error"].to_pylist())

@@ -16,7 +16,7 @@ from rich.text import Text
 from flows.commands.inspect import out, print_json, table_of
 from flows.exit_codes import DONE
 from rlcore import __version__
-from rlcore.config import RunConfig, build_config, with_sets
+from rlcore.config import AlgorithmConfig, RunConfig, build_config, with_sets
 from rlcore.config.load import parse_set
 from rlcore.errors import ConfigError
 from rlcore.opening import existing_config, put_driver
@@ -190,9 +190,8 @@ def _scores(plan: ForkPlan, store: RunStore, config: RunConfig, iteration: int) 
     from rlcore.rescore import compare_scores
 
     parent = plan.parent.owner(iteration)
-    theirs = parent.load_run()["config"]["algorithm"]["grpo_std_normalization"]
-    std = (bool(theirs), config.algorithm.grpo_std_normalization)
-    change = compare_scores(parent, store, iteration, std)
+    theirs = AlgorithmConfig.model_validate(parent.load_run()["config"]["algorithm"])
+    change = compare_scores(parent, store, iteration, (theirs, config.algorithm))
     before, after = change.before, change.after
 
     def one(row: int) -> dict[str, Any]:

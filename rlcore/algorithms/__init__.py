@@ -2,7 +2,8 @@
 
 Whoever reads them in the order of a training step reads: `advantages` (rewards of the whole batch
 to one number a sample), `plan` (who trains what), `packing` (sequences to tensors), `aggregate`
-(what a token weighs), `logprobs`, `kl`, `losses`.
+(what a token weighs), `logprobs`, `kl`, `returns` (one number a token), `off_policy`, `losses`, and
+`values` (the critic's).
 
 Invariants:
 - Nothing here imports ray, sglang, megatron or transformers; nothing here knows of ranks other than

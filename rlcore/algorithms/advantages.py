@@ -4,15 +4,17 @@ GRPO (DeepSeekMath, arXiv 2402.03300, section 4.1.2), for the rewards r of one p
 
     A_i = (r_i - mean(r)) / (std(r) + eps)       std with Bessel's correction (ddof = 1), eps = 1e-6
 
-Dr.GRPO (arXiv 2503.20783, section 3.2) leaves out the division: `std_normalization = False`. Every
-token of a response has its sample's advantage.
+Dr.GRPO (arXiv 2503.20783, section 3.2) and the baseline of REINFORCE++ (arXiv 2501.03262, section
+3) leave out the division: `std_normalization = False`. Without a group's baseline (`baseline =
+False`: REINFORCE++, or rewards that are advantages already) A_i = r_i. What becomes of these
+numbers token by token is for `rlcore.algorithms.returns`.
 
 A sample without a reward (None, NaN, infinite: the scorer failed) takes no part: the statistics of
 its group are those of the others, and it is not trainable, so that it has no weight in the loss. It
 is never taken for a reward of 0.
 
 Invariants:
-- A group of equal rewards, or with one reward, has advantages of exactly 0.
+- A group of equal rewards, or with one reward, has advantages of exactly 0 (with the baseline).
 - Advantages depend on the rewards of their own group alone, and not on the order of the samples.
 - A sample that is not trainable has advantage 0 and changes no other sample's.
 """
@@ -38,6 +40,8 @@ class AdvantageInputs:
     """Samples with equal ids are one group; groups may differ in size and need not be adjacent."""
     std_normalization: bool = True
     """Divide by the standard deviation of the group; False is Dr.GRPO."""
+    baseline: bool = True
+    """Take off the mean of the group; without it nothing is divided either."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +61,8 @@ class AdvantageOutputs:
         return self.trainable.count(False)
 
 
-def grpo_advantages(inputs: AdvantageInputs) -> AdvantageOutputs:
-    """Advantages relative to the group; formulas in the module docstring.
+def sample_advantages(inputs: AdvantageInputs) -> AdvantageOutputs:
+    """One advantage a sample; formulas in the module docstring.
 
     Raises:
         DataError: the number of group ids is not that of the rewards.
@@ -78,7 +82,9 @@ def grpo_advantages(inputs: AdvantageInputs) -> AdvantageOutputs:
     for samples in members.values():
         scored = [(i, float(r)) for i in samples if (r := rewards[i]) is not None]
         scored = [(i, r) for i, r in scored if math.isfinite(r)]
-        values = _group_advantages([r for _, r in scored], inputs.std_normalization)
+        values = [r for _, r in scored]
+        if inputs.baseline:
+            values = _group_advantages(values, inputs.std_normalization)
         equal += len({r for _, r in scored}) < 2
         for (i, _), value in zip(scored, values, strict=True):
             advantages[i], trainable[i] = value, True

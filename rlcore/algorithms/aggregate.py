@@ -11,6 +11,10 @@ of the step.
                      n_s = trainable tokens of the token's own sequence
                      (GRPO, arXiv 2402.03300, eq. 3: 1/G sum_i 1/|o_i| sum_t)
 
+Dr.GRPO (arXiv 2503.20783, section 3.2) divides by constants alone: 1 / (S * divisor), where the
+divisor is, say, the longest response. That is `token_mean` times one number a step,
+`constant_scale`, so that metrics stay means.
+
 The sum is exact for a *sum* over ranks. FSDP and DDP average gradients over their ranks: there the
 caller multiplies the loss by the number of data-parallel ranks before `backward()` (once; not again
 by the number of micro-batches, which gradient accumulation already sums).
@@ -48,6 +52,11 @@ class Totals:
         if any(n < 0 for n in counts):
             raise DataError(f"a count of trainable tokens is negative: {min(counts)}")
         return cls(tokens=sum(counts), sequences=len(counts))
+
+
+def constant_scale(totals: Totals, divisor: int) -> float:
+    """What a step's `token_mean` is multiplied by to be a sum over 1 / (sequences * divisor)."""
+    return totals.tokens / (totals.sequences * divisor) if totals.sequences else 0.0
 
 
 def token_weight(trainable_tokens: int, totals: Totals, how: Normalization) -> float:

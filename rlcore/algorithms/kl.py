@@ -9,7 +9,9 @@ With x = log pi - log ref of a token that pi sampled, KL(pi || ref) is the expec
     low_var_kl   k3 clamped to [-10, 10]
 
 They differ as losses: the gradient of k1 averages to zero under pi, that of k2 is the gradient of
-the divergence.
+the divergence. Where another policy sampled, an estimate is unbiased only when it is multiplied by
+the ratio pi / pi_old, with its gradient (DeepSeek-V3.2, arXiv 2512.02556, section 3.1); low_var_kl
+is clamped after that.
 
 Invariants:
 - Every estimator is exactly 0 at x = 0, and k2, k3 and low_var_kl are never negative.
@@ -30,17 +32,23 @@ MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to +- this before anything is computed from them."""
 
 
-def kl_estimate(log_ratio: Tensor, kind: KLKind) -> Tensor:
-    """Per-token estimates from `log_ratio` = log pi - log ref, any shape. Formulas above."""
+def kl_estimate(log_ratio: Tensor, kind: KLKind, ratio: Tensor | None = None) -> Tensor:
+    """Per-token estimates from `log_ratio` = log pi - log ref, any shape. Formulas above.
+
+    `ratio`, pi / pi_old, is given for the unbiased form.
+    """
     x = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    value = _plain(x, kind) if ratio is None else _plain(x, kind) * ratio
+    return value.clamp(-10.0, 10.0) if kind == "low_var_kl" else value
+
+
+def _plain(x: Tensor, kind: KLKind) -> Tensor:
     if kind == "k1":
         return x
     if kind == "k2":
         return x.square() / 2
-    if kind == "k3":
+    if kind == "k3" or kind == "low_var_kl":
         return _k3(x)
-    if kind == "low_var_kl":
-        return _k3(x).clamp(-10.0, 10.0)
     assert_never(kind)
 
 

@@ -1,10 +1,12 @@
 """From TOML files and `--set` options to a `RunConfig`, with errors that name the key.
 
 A file may say `extends = "other.toml"`: that file is read first and this one laid over it, table by
-table. A relative path in a file is taken from that file's folder; one given by `--set`, from the
-working folder.
+table. `extends = "preset:NAME"` takes one of `rlcore.config.presets`, and of a list each goes over
+those before it. A relative path in a file is taken from that file's folder; one given by `--set`,
+from the working folder.
 """
 
+import copy
 import difflib
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,6 +18,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from rlcore.config.fields import path_kind, section_of
+from rlcore.config.presets import PRESETS
 from rlcore.config.tree import RunConfig, StorageConfig
 from rlcore.errors import ConfigError
 
@@ -99,11 +102,29 @@ def read_toml(path: Path, seen: tuple[Path, ...] = ()) -> Tree:
         raise ConfigError(f"config file {path} cannot be read: {error}") from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"config file {path} is not valid TOML: {error}") from None
-    base = tree.pop("extends", None)
-    if base is not None and not isinstance(base, str):
-        raise ConfigError(f"extends in {path} must be the path of a TOML file, not {base!r}")
-    tree = resolve_paths(tree, RunConfig, path.parent)
-    return merge(read_toml(path.parent / base, (*seen, path)), tree) if base else tree
+    bases = tree.pop("extends", [])
+    bases = [bases] if isinstance(bases, str) else bases
+    if not isinstance(bases, list) or not all(isinstance(base, str) and base for base in bases):
+        raise ConfigError(
+            f"extends in {path} must be the path of a TOML file, preset:NAME, or a list of these, "
+            f"not {bases!r}"
+        )
+    below: Tree = {}
+    for base in bases:
+        below = merge(below, _base(base, path, seen))
+    return merge(below, resolve_paths(tree, RunConfig, path.parent))
+
+
+def _base(base: str, path: Path, seen: tuple[Path, ...]) -> Tree:
+    """The tree of what the file at `path` extends."""
+    prefix, _, name = base.partition(":")
+    if prefix != "preset":
+        return read_toml(path.parent / base, (*seen, path))
+    if name not in PRESETS:
+        raise ConfigError(
+            f"extends in {path}: there is no preset {name!r}; there are {', '.join(PRESETS)}"
+        )
+    return copy.deepcopy(PRESETS[name])
 
 
 def merge(base: Tree, over: Tree) -> Tree:

@@ -11,35 +11,21 @@ Invariants:
   a digest.
 """
 
+# pydantic copies defaults, which ruff does not know of a section's base in another file.
+# ruff: noqa: RUF012
+
 import re
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
-FilePath = Annotated[str, Field(json_schema_extra={"sluice_path": "file"})]
-"""A path; may carry a row slice such as `train.jsonl@[0:100]`."""
-FunctionPath = Annotated[str, Field(json_schema_extra={"sluice_path": "function"})]
-"""`module:function`, `module.function` or `file.py:function`."""
-PositiveInt = Annotated[int, Field(ge=1)]
-Scalar = bool | int | float | str
-
-
-class Section(BaseModel):
-    """Base of all sections: frozen, and strict about unknown keys."""
-
-    model_config = ConfigDict(
-        extra="forbid",
-        frozen=True,
-        strict=True,
-        allow_inf_nan=False,
-        use_attribute_docstrings=True,
-        # Forms show the names that files, `--set` and error texts use.
-        model_title_generator=lambda kind: kind.__name__.removesuffix("Config").lower(),
-        field_title_generator=lambda name, _: name,
-    )
-    OPERATIONAL: ClassVar[frozenset[str]] = frozenset()
-
+from rlcore.config.algorithm import AlgorithmConfig as AlgorithmConfig
+from rlcore.config.section import FilePath as FilePath
+from rlcore.config.section import FunctionPath as FunctionPath
+from rlcore.config.section import PositiveInt as PositiveInt
+from rlcore.config.section import Scalar as Scalar
+from rlcore.config.section import Section as Section
 
 SECRET_WORDS = frozenset(
     {"key", "secret", "token", "password", "passwd", "credential", "credentials", "sig"}
@@ -244,31 +230,6 @@ class FilterConfig(Section):
 
     dynamic_sampling_filter_path: FunctionPath | Literal["nonzero_std"] | None = None
     """`nonzero_std` drops groups of equal rewards; or `filter(args, samples, **kwargs) -> bool`."""
-
-
-class AlgorithmConfig(Section):
-    """Advantages and loss."""
-
-    advantage_estimator: Literal["grpo"] = "grpo"
-    """`grpo`: the reward less its group's mean (arXiv 2402.03300)."""
-    grpo_std_normalization: bool = True
-    """Divide the advantage by its group's standard deviation; off is Dr.GRPO (arXiv 2503.20783)."""
-    clip_low: Annotated[float, Field(ge=0, lt=1)] = 0.2
-    """The ratio is clipped below at 1 - clip_low."""
-    clip_high: Annotated[float, Field(ge=0)] = 0.2
-    """The ratio is clipped above at 1 + clip_high."""
-    loss_aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
-    """Mean over all tokens of an optimizer step, or over its sequences' own means."""
-    use_kl_loss: bool = False
-    """Add a KL term against the starting model."""
-    kl_loss_coef: Annotated[float, Field(ge=0)] = 0.001
-    """Weight of the KL term."""
-    kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = "k3"
-    """Estimator of the KL term."""
-    use_rollout_logprobs: bool = False
-    """Take the old log-probs from the engine instead of computing them again in the trainer."""
-    max_logprob_gap: Annotated[float, Field(gt=0)] | None = None
-    """Stop when the mean gap between engine and trainer log-probs is larger than this."""
 
 
 class TrainConfig(Section):
@@ -487,10 +448,30 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _groups_have_a_baseline(self) -> "RunConfig":
-        if self.rollout.n_samples_per_prompt == 1 and self.algorithm.advantage_estimator == "grpo":
+        if self.rollout.n_samples_per_prompt == 1 and self.algorithm.group_baseline:
             raise ValueError(
-                "rollout.n_samples_per_prompt = 1 with algorithm.advantage_estimator = 'grpo': "
-                "a group of one has no baseline and every advantage is 0; use 2 or more"
+                "rollout.n_samples_per_prompt = 1 with algorithm.advantage_estimator = "
+                f"{self.algorithm.advantage_estimator!r}: a group of one has no baseline and every "
+                "advantage is 0; use 2 or more, or algorithm.rewards_normalization = false"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _policies_agree(self) -> "RunConfig":
+        algorithm, steps = self.algorithm, self.train.num_steps_per_rollout
+        if algorithm.true_on_policy_mode and (steps > 1 or self.rollout.partial_rollout):
+            other = "rollout.partial_rollout = true"
+            if steps > 1:
+                other = f"train.num_steps_per_rollout = {steps}"
+            raise ValueError(
+                "algorithm.true_on_policy_mode = true, but the policy that is trained is not the "
+                f"one that sampled with {other}"
+            )
+        if algorithm.use_opsm and steps == 1 and not algorithm.use_rollout_logprobs:
+            raise ValueError(
+                "algorithm.use_opsm = true has no effect with train.num_steps_per_rollout = 1, "
+                "where the old policy is the one that is trained; set "
+                "algorithm.use_rollout_logprobs = true, or more steps"
             )
         return self
 

@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from rlcore.algorithms.advantages import AdvantageInputs, AdvantageOutputs, grpo_advantages
+from rlcore.algorithms.advantages import AdvantageInputs, AdvantageOutputs, sample_advantages
 from rlcore.algorithms.aggregate import Totals
 from rlcore.algorithms.packing import TrainSequence
 from rlcore.algorithms.plan import Step, plan
@@ -100,8 +100,10 @@ def load_batch(
     rewards = [
         None if f else r for f, r in zip(failed, selection["reward"].to_pylist(), strict=True)
     ]
-    advantages = grpo_advantages(
-        AdvantageInputs(rewards, samples.groups, algorithm.grpo_std_normalization)
+    advantages = sample_advantages(
+        AdvantageInputs(
+            rewards, samples.groups, algorithm.group_std, baseline=algorithm.group_baseline
+        )
     )
     keep = np.asarray(selection["keep"].to_pylist(), dtype=bool)
     rows, metrics = _trained_rows(samples, keep, advantages)

@@ -6,7 +6,8 @@ ranks; multiplying the loss by their number makes that a sum again.
 
 Where the old log-probs come from: the engine (`algorithm.use_rollout_logprobs`); or, with one step
 a batch, the training forward itself, whose policy is the one that sampled (the ratio is 1 and only
-its gradient matters); else a forward pass over the whole batch before the first step.
+its gradient matters); else, and for a KL penalty on rewards, a forward pass over the whole batch
+before the first step. `credit` makes token advantages of what is known then.
 
 Invariants:
 - Nothing is applied of a step whose loss or gradient norm is not finite, and nothing of a batch
@@ -27,23 +28,35 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlcore.algorithms.aggregate import constant_scale
 from rlcore.algorithms.losses import (
     LossInputs,
-    Metrics,
     PolicyLossSettings,
+    Surrogate,
+    effective_share,
     log_prob_gap,
-    merge_metrics,
     policy_loss,
 )
-from rlcore.algorithms.packing import LogProbs, PackedBatch, pack
+from rlcore.algorithms.metrics import Metrics, masked, merge_metrics
+from rlcore.algorithms.off_policy import ImportanceSampling
+from rlcore.algorithms.packing import LogProbs, pack
+from rlcore.algorithms.values import ValueInputs, value_loss
 from rlcore.config.tree import AlgorithmConfig
 from rlcore.errors import TrainError
+from rlcore.train.fsdp.credit import MicroBatch, spread_advantages
+from rlcore.train.fsdp.critic import TrainedCritic
 from rlcore.train.fsdp.model import Policy
 from rlcore.train.fsdp.optimizer import ShardedAdamW, clip_scale
 from rlcore.train.trainer import TrainBatch, TrainStep
 
 GAP_PREFIX = "train_rollout_"
 GAP = "train_rollout_logprob_abs_diff"
+FINITE = {
+    "loss": "loss",
+    "grad_norm": "gradient norm",
+    "value_loss": "critic's loss",
+    "critic_grad_norm": "critic's gradient norm",
+}
 Scalars = dict[str, float]
 
 
@@ -58,31 +71,13 @@ class LoopSettings:
     lr: Callable[[int], float]
     """Learning rate of an optimizer step, counted from the start of the run."""
     device: torch.device
+    critic_lr: Callable[[int], float] | None = None
+    """Of a critic's optimizer step."""
 
     @property
     def loss(self) -> PolicyLossSettings:
         """The settings of the loss."""
-        a = self.algorithm
-        coef = a.kl_loss_coef if a.use_kl_loss else 0.0
-        return PolicyLossSettings(a.clip_low, a.clip_high, coef, a.kl_loss_type)
-
-
-@dataclass
-class MicroBatch:
-    """A packed micro-batch on the device, with what was computed of it before the first step."""
-
-    packed: PackedBatch
-    rows: Tensor
-    """int64 [M]: the trained positions, one masked position where there is none."""
-    old: Tensor | None = None
-    """[M] log-probs before the first step."""
-    ref: Tensor | None = None
-    """[M] log-probs of the reference policy."""
-
-    def pick(self, name: str) -> Tensor:
-        """A per-token tensor at the trained positions."""
-        value: Tensor = getattr(self.packed, name)
-        return value.index_select(0, self.rows)
+        return loss_settings(self.algorithm)
 
 
 @dataclass
@@ -102,26 +97,63 @@ class Clock:
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
 
+def loss_settings(a: AlgorithmConfig) -> PolicyLossSettings:
+    """What the configuration asks of the loss."""
+    surrogates: dict[str, Surrogate] = {"gspo": "gspo", "cispo": "cispo"}
+    bounds = ImportanceSampling(a.tis_clip_low, a.tis_clip, a.tis_level, a.tis_mode)
+    return PolicyLossSettings(
+        clip_low=a.clip_low,
+        clip_high=a.clip_high,
+        kl_coef=a.kl_loss_coef if a.use_kl_loss else 0.0,
+        kl_kind=a.kl_loss_type,
+        surrogate=surrogates.get(a.advantage_estimator, "clipped"),
+        dual_clip=a.eps_clip_c,
+        unbiased_kl=a.use_unbiased_kl,
+        entropy_coef=a.entropy_coef,
+        opsm_delta=a.opsm_delta if a.use_opsm else None,
+        sampling=bounds if a.use_tis else None,
+    )
+
+
+@dataclass(frozen=True)
+class Models:
+    """What a batch goes through."""
+
+    policy: Policy
+    optimizer: ShardedAdamW
+    """Of the policy."""
+    critic: TrainedCritic | None = None
+    reference: Policy | None = None
+    """The starting model, where a divergence from it is asked for."""
+    teacher: Policy | None = None
+    """For on-policy distillation."""
+
+
 class BatchLoop:
-    """Trains one batch; `run` is called once. `stepped` says whether the weights have changed."""
+    """Trains one batch; `run` or `measure` is called once. `stepped`: the weights have changed."""
 
     def __init__(
         self,
-        policy: Policy,
-        reference: Policy | None,
-        optimizer: ShardedAdamW,
+        models: Models,
         settings: LoopSettings,
         batch: TrainBatch,
     ) -> None:
-        self._policy = policy
-        self._reference = reference
-        self._optimizer = optimizer
+        self._models = models
+        self._policy = models.policy
+        self._optimizer = models.optimizer
+        self._critic = models.critic
         self._settings = settings
         self._batch = batch
         self._clock = Clock(settings.device)
         self.stepped = False
         self._old_from_rollout = settings.algorithm.use_rollout_logprobs
-        self._old_ahead = len(batch.steps) > 1 and not self._old_from_rollout
+        self._critic_only = (
+            self._critic is not None and batch.iteration < settings.algorithm.num_critic_only_steps
+        )
+        # A policy that is not trained is passed through all the same: its gap to the engine shows.
+        several = len(batch.steps) > 1 or self._critic_only
+        ahead = several or settings.algorithm.needs_old_ahead
+        self._old_ahead = ahead and not self._old_from_rollout
         self._check_rollout_log_probs()
 
     def run(self) -> Scalars:
@@ -135,29 +167,47 @@ class BatchLoop:
             TrainError: a number is not finite, or the log-prob gap is too large.
         """
         start = time.perf_counter()
-        self._optimizer.drop_gradients()
-        steps = [self._prepare(step) for step in self._batch.steps]
-        with self._clock.phase("seconds_log_probs"):
-            gap = self._score_ahead(steps)
+        steps, gap = self._begin()
         reports = []
         for number, step in enumerate(steps):
             with self._clock.phase("seconds_forward_backward"):
-                metrics = self._forward_backward(number, step)
+                metrics = {} if self._critic_only else self._forward_backward(number, step)
+                metrics |= self._critic_forward_backward(step)
             with self._clock.phase("seconds_optimizer"):
-                norm = self._optimizer.collect_gradients()
-                self._check_finite(number, metrics["loss"], norm)
+                norms = {name: o.collect_gradients() for name, (o, _) in self._learners().items()}
+                metrics |= {f"{name}grad_norm": norm for name, norm in norms.items()}
+                self._check_finite(number, metrics)
                 if number == 0:
                     gap = gap or {k: v for k, v in metrics.items() if k.startswith(GAP_PREFIX)}
-                    self._check_gap(gap.get(GAP))
+                    self._check_gap(gap)
                 self.stepped = True
-                lr = self._settings.lr(self._optimizer.steps)
-                self._optimizer.step(lr, clip_scale(norm, self._settings.clip_grad))
-            reports.append(metrics | {"grad_norm": norm, "lr": lr})
+                for name, (optimizer, rate) in self._learners().items():
+                    metrics[f"{name}lr"] = rate(optimizer.steps)
+                    scale = clip_scale(norms[name], self._settings.clip_grad)
+                    optimizer.step(metrics[f"{name}lr"], scale)
+            reports.append(metrics)
         seconds = time.perf_counter() - start
-        rate = {"seconds_train": seconds, "tokens_per_s": self._batch.tokens / max(seconds, 1e-9)}
-        return _over_steps(reports) | gap | self._clock.seconds | rate
+        speed = {"seconds_train": seconds, "tokens_per_s": self._batch.tokens / max(seconds, 1e-9)}
+        return _over_steps(reports) | gap | self._clock.seconds | speed
+
+    def measure(self) -> Scalars:
+        """Metrics and gradient of the first step, which is not applied; its gradient stays with the
+        optimizer.
+        """
+        steps, _ = self._begin()
+        metrics = self._forward_backward(0, steps[0])
+        return metrics | {"grad_norm": self._optimizer.collect_gradients()}
 
     # --- before the first step --------------------------------------------------------------------
+
+    def _begin(self) -> tuple[list[list[MicroBatch]], Scalars]:
+        """All that must be known before the weights change; the gap, where that shows it."""
+        self._drop_gradients()
+        steps = [self._prepare(step) for step in self._batch.steps]
+        with self._clock.phase("seconds_log_probs"):
+            gap = self._score_ahead(steps)
+        spread_advantages(steps, self._settings.algorithm)
+        return steps, gap
 
     def _prepare(self, step: TrainStep) -> list[MicroBatch]:
         """The step's micro-batches on the device."""
@@ -167,12 +217,10 @@ class BatchLoop:
         )
         micros = []
         for sequences in step.micro_batches:
-            packed = pack(sequences, step.totals, how, log_probs=given).inputs()
-            rows = packed.loss_mask.nonzero()[:, 0]
-            if not len(rows):
-                rows = torch.zeros(1, dtype=torch.int64)
-            device = self._settings.device
-            micros.append(MicroBatch(packed.to(device), rows.to(device)))
+            # What a constant makes of the mean is for the whole step to say.
+            weighed = "token_mean" if how == "constant" else how
+            packed = pack(sequences, step.totals, weighed, log_probs=given).inputs()
+            micros.append(MicroBatch.of(packed, self._settings.device))
         return micros
 
     @torch.no_grad()
@@ -188,8 +236,14 @@ class BatchLoop:
                     parts.append(self._gap(micro, micro.old))
                 if self._old_from_rollout:
                     micro.old = micro.pick("rollout_log_probs")
-                if self._reference is not None:
-                    micro.ref = self._reference.score(micro.packed, micro.rows, temperature)[0]
+                if self._critic is not None:
+                    micro.values = self._critic.model.values(micro.packed, micro.rows)
+                for name, model in (
+                    ("ref", self._models.reference),
+                    ("teacher", self._models.teacher),
+                ):
+                    if model is not None:
+                        setattr(micro, name, model.score(micro.packed, micro.rows, temperature)[0])
             if parts:
                 gaps.append(_over_ranks(merge_metrics(parts)))
         return _over_steps(gaps)
@@ -203,78 +257,128 @@ class BatchLoop:
 
     def _forward_backward(self, number: int, step: Sequence[MicroBatch]) -> Scalars:
         """Gradients of the step on the parameters; its metrics over all ranks."""
-        world = dist.get_world_size()
-        parts = []
+        scale, parts = self._scale(number), []
+        world, settings = dist.get_world_size(), self._settings.loss
+        with_rollout = settings.sampling is not None
         for micro in step:
             log_probs, entropy = self._policy.score(
                 micro.packed, micro.rows, self._settings.temperature
             )
             inputs = LossInputs(
                 log_probs=log_probs,
-                advantages=micro.pick("advantages"),
+                advantages=micro.advantages,
                 mask=micro.pick("loss_mask"),
                 weights=micro.pick("loss_weights"),
                 old_log_probs=micro.old,
                 ref_log_probs=micro.ref,
                 entropy=entropy,
+                rollout_log_probs=micro.pick("rollout_log_probs") if with_rollout else None,
+                lengths=micro.lengths,
             )
-            out = policy_loss(inputs, self._settings.loss)
-            (out.loss * world).backward()
+            out = policy_loss(inputs, settings)
+            (out.loss * (world * scale)).backward()
             parts.append(out.metrics)
+            for name, values in (("kl", micro.kl), ("opd_reverse_kl", micro.behind)):
+                if values is not None:
+                    mean = (masked(values, inputs.mask) * inputs.weights).sum()
+                    parts.append(Metrics({name: mean}))
             # The policy of later steps has moved: only that of the first is the engine's.
             if number == 0 and not self._old_ahead and self._batch.rollout_log_probs:
                 parts.append(self._gap(micro, log_probs))
+        metrics = _over_ranks(merge_metrics(parts))
+        return metrics | {"loss": metrics["loss"] * scale}
+
+    def _critic_forward_backward(self, step: Sequence[MicroBatch]) -> Scalars:
+        """The critic's gradients of the step, and its metrics over all ranks; none without one."""
+        if self._critic is None:
+            return {}
+        parts = []
+        for micro in step:
+            assert micro.values is not None and micro.returns is not None
+            inputs = ValueInputs(
+                values=self._critic.model.values(micro.packed, micro.rows),
+                old_values=micro.values,
+                returns=micro.returns,
+                mask=micro.pick("loss_mask"),
+                weights=micro.pick("loss_weights"),
+            )
+            out = value_loss(inputs, self._settings.algorithm.value_clip)
+            (out.loss * dist.get_world_size()).backward()
+            parts.append(out.metrics)
         return _over_ranks(merge_metrics(parts))
+
+    def _learners(self) -> dict[str, tuple[ShardedAdamW, Callable[[int], float]]]:
+        """What is trained on this batch, with its learning rate, by the prefix of its metrics."""
+        learners = {} if self._critic_only else {"": (self._optimizer, self._settings.lr)}
+        if self._critic is not None:
+            rate = self._settings.critic_lr or self._settings.lr
+            learners["critic_"] = (self._critic.optimizer, rate)
+        return learners
+
+    def _drop_gradients(self) -> None:
+        self._optimizer.drop_gradients()
+        if self._critic is not None:
+            self._critic.optimizer.drop_gradients()
+
+    def _scale(self, number: int) -> float:
+        """What the mean over a step's tokens is multiplied by."""
+        divisor = self._settings.algorithm.loss_divisor
+        return 1.0 if divisor is None else constant_scale(self._batch.steps[number].totals, divisor)
 
     # --- checks -----------------------------------------------------------------------------------
 
     def _check_rollout_log_probs(self) -> None:
         if self._batch.rollout_log_probs:
             return
-        algorithm = self._settings.algorithm
-        for name, wanted in (
-            ("use_rollout_logprobs", algorithm.use_rollout_logprobs),
-            ("max_logprob_gap", algorithm.max_logprob_gap is not None),
-        ):
-            if wanted:
-                raise TrainError(
-                    f"iteration {self._batch.iteration}: algorithm.{name} needs the engine's "
-                    "log-probs, which some samples of the batch lack; have the generate function "
-                    "keep them, or leave the setting out"
-                )
+        if name := self._settings.algorithm.needs_rollout_log_probs:
+            raise TrainError(
+                f"iteration {self._batch.iteration}: algorithm.{name} needs the engine's "
+                "log-probs, which some samples of the batch lack; have the generate function "
+                "keep them, or leave the setting out"
+            )
 
-    def _check_finite(self, number: int, loss: float, norm: float) -> None:
-        for name, value in (("loss", loss), ("gradient norm", norm)):
+    def _check_finite(self, number: int, metrics: Scalars) -> None:
+        for key, name in FINITE.items():
+            value = metrics.get(key, 0.0)
             if not math.isfinite(value):
-                self._optimizer.drop_gradients()
+                self._drop_gradients()
                 raise TrainError(
                     f"iteration {self._batch.iteration}, optimizer step {number + 1} of "
                     f"{len(self._batch.steps)}: the {name} is {value}; the step was not applied. "
                     "Look at the batch's log-probs and rewards, or lower train.lr"
                 )
 
-    def _check_gap(self, gap: float | None) -> None:
-        limit = self._settings.algorithm.max_logprob_gap
-        if limit is not None and gap is not None and not gap <= limit:
-            self._optimizer.drop_gradients()
-            raise TrainError(
-                f"iteration {self._batch.iteration}: trainer and engine differ by {gap:.4g} nat a "
-                f"token in their log-probs, more than algorithm.max_logprob_gap = {limit}; nothing "
-                "was trained. Check that the engine has the trainer's weights and precision, or "
-                "raise the limit"
-            )
+    def _check_gap(self, gaps: Scalars) -> None:
+        algorithm = self._settings.algorithm
+        limit, name, what = algorithm.max_logprob_gap, GAP, "on average"
+        if algorithm.true_on_policy_mode:
+            limit, name, what = limit or 0.0, f"{GAP}_max", "at most"
+        gap = gaps.get(name)
+        if limit is None or gap is None or gap <= limit:
+            return
+        self._drop_gradients()
+        raise TrainError(
+            f"iteration {self._batch.iteration}: trainer and engine differ by {gap:.4g} nat a "
+            f"token ({what}) in their log-probs, more than algorithm.max_logprob_gap = {limit}; "
+            "nothing was trained. Check that the engine has the trainer's weights and precision, "
+            "or raise the limit"
+        )
 
 
 def _over_ranks(metrics: Metrics) -> Scalars:
     """Metrics of the whole step as numbers, the same on every rank."""
     out: Scalars = {}
     for values, op in ((metrics.means, dist.ReduceOp.SUM), (metrics.maxima, dist.ReduceOp.MAX)):
-        names = sorted(values)
+        if not (names := sorted(values)):
+            continue
         stacked = torch.stack([values[name].detach().double() for name in names])
         dist.all_reduce(stacked, op=op)
         out |= dict(zip(names, stacked.tolist(), strict=True))
     if "entropy_loss" in out:
         out["entropy"] = out.pop("entropy_loss")
+    if "effect" in out:
+        share = effective_share(out.pop("effect"), out.pop("effect_square"))
+        out["effective_sample_size"] = share
     return out
 
 

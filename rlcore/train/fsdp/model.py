@@ -15,7 +15,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -138,18 +138,20 @@ def load_policy(
     return policy
 
 
-def shard(policy: Policy, mesh: DeviceMesh, precision: DType) -> None:
+def shard(
+    module: nn.Module, layers: Iterable[nn.Module], mesh: DeviceMesh, precision: DType
+) -> None:
     """Apply FSDP2 to each decoder layer and the rest; moves the parameters to the mesh's device."""
     dtype = torch.bfloat16 if precision == "bfloat16" else None
     mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None)
-    for layer in policy.lm.base_model.layers:
+    for layer in layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=True, mp_policy=mixed)
-    fully_shard(policy, mesh=mesh, reshard_after_forward=True, mp_policy=mixed)
+    fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=mixed)
     # Buffers (rotary frequencies) are not FSDP's to move.
     device = current_device(mesh.device_type)
-    for module in policy.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, buffer.to(device))
+    for part in module.modules():
+        for name, buffer in part.named_buffers(recurse=False):
+            setattr(part, name, buffer.to(device))
 
 
 def current_device(kind: str) -> torch.device:

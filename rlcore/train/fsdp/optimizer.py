@@ -107,6 +107,11 @@ class ShardedAdamW:
         self.steps += 1
         self.drop_gradients()
 
+    def gradients(self) -> Iterator[Tensor]:
+        """What `collect_gradients` took over, this rank's share."""
+        for local in self._local.values():
+            yield cast(Tensor, local.grad)
+
     def drop_gradients(self) -> None:
         """Free the gradients, applied or not."""
         for name, parameter in self._parameters.items():

@@ -1,8 +1,8 @@
 """The trainer's state as files (torch DCP), and its identity by content.
 
 A state is the parameters, AdamW's moments, the count of optimizer steps (which fixes the learning
-rate) and the random generator. Each rank writes the shards that it holds; any other number of ranks
-can read them.
+rate) and the random generator; of a critic, where there is one, the same. Each rank writes the
+shards that it holds; any other number of ranks can read them.
 
 Invariants:
 - Digests hold names, shapes, types and bytes of whole tensors, and neither ranks nor file layout.
@@ -24,32 +24,41 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from rlcore.errors import Corrupt
+from rlcore.train.fsdp.critic import TrainedCritic
 from rlcore.train.fsdp.model import Policy
 from rlcore.train.fsdp.optimizer import ShardedAdamW
 from rlcore.train.fsdp.shards import METADATA, ShardReader, ShardWriter, shard_name
 from rlcore.train.trainer import StateDigest
 
-STEPS, RNG = "optimizer_steps", "rng"
+STEPS, CRITIC_STEPS, RNG = "optimizer_steps", "critic.optimizer_steps", "rng"
 
 
 @torch.no_grad()
-def save(folder: Path, policy: Policy, optimizer: ShardedAdamW, writer: ShardWriter) -> None:
+def save(
+    folder: Path,
+    policy: Policy,
+    optimizer: ShardedAdamW,
+    critic: TrainedCritic | None,
+    writer: ShardWriter,
+) -> None:
     """Write this rank's shards below `folder`; rank 0 adds the metadata. Files are not synced to
     disk.
 
     Args:
-        writer: kept for as long as policy and optimizer are.
+        writer: kept for as long as models and optimizers are.
     """
-    writer.write(folder, _tensors(policy, optimizer))
+    writer.write(folder, _tensors(policy, optimizer, critic))
 
 
-def load(folder: Path, policy: Policy, optimizer: ShardedAdamW) -> StateDigest:
+def load(
+    folder: Path, policy: Policy, optimizer: ShardedAdamW, critic: TrainedCritic | None
+) -> StateDigest:
     """Read a state in place, whatever number of ranks wrote it.
 
     Raises:
         Corrupt: the folder is no state of this model, or damaged.
     """
-    tensors = _tensors(policy, optimizer)
+    tensors = _tensors(policy, optimizer, critic)
     try:
         with _quiet():
             dcp.load(
@@ -62,8 +71,10 @@ def load(folder: Path, policy: Policy, optimizer: ShardedAdamW) -> StateDigest:
         # of its own, no Exception, around those of several ranks.
         raise Corrupt(f"{folder} does not load as a state of this model: {error}") from error
     optimizer.set_steps(int(tensors[STEPS].item()))
+    if critic is not None:
+        critic.optimizer.set_steps(int(tensors[CRITIC_STEPS].item()))
     torch.set_rng_state(tensors[RNG])
-    return digest(policy, optimizer)
+    return digest(policy, optimizer, critic)
 
 
 def rank_files(folder: Path, rank: int) -> list[Path]:
@@ -73,19 +84,32 @@ def rank_files(folder: Path, rank: int) -> list[Path]:
 
 
 @torch.no_grad()
-def digest(policy: Policy, optimizer: ShardedAdamW) -> StateDigest:
+def digest(
+    policy: Policy, optimizer: ShardedAdamW, critic: TrainedCritic | None = None
+) -> StateDigest:
     """Digests of what is held; the same on every rank."""
-    model = _digest((name, p.detach()) for name, p in policy.weights())
-    steps = ("steps", torch.tensor(optimizer.steps))
-    return StateDigest(model, _digest([steps, *optimizer.moments()]))
+    model: list[tuple[str, Tensor]] = [(name, p.detach()) for name, p in policy.weights()]
+    moments: list[tuple[str, Tensor]] = [("steps", torch.tensor(optimizer.steps))]
+    moments += optimizer.moments()
+    if critic is not None:
+        model += [(f"critic.{name}", p.detach()) for name, p in critic.model.weights()]
+        moments += [(f"critic.{name}", m) for name, m in critic.optimizer.moments()]
+        moments.append(("critic.steps", torch.tensor(critic.optimizer.steps)))
+    return StateDigest(_digest(model), _digest(moments))
 
 
-def _tensors(policy: Policy, optimizer: ShardedAdamW) -> dict[str, Tensor]:
+def _tensors(
+    policy: Policy, optimizer: ShardedAdamW, critic: TrainedCritic | None
+) -> dict[str, Tensor]:
     """Everything by name; loading writes into these."""
     tensors: dict[str, Tensor] = {f"model.{name}": p.detach() for name, p in policy.weights()}
     tensors.update(optimizer.moments())
     tensors[STEPS] = torch.tensor(optimizer.steps)
     tensors[RNG] = torch.get_rng_state()
+    if critic is not None:
+        tensors.update({f"critic.model.{n}": p.detach() for n, p in critic.model.weights()})
+        tensors.update({f"critic.{name}": m for name, m in critic.optimizer.moments()})
+        tensors[CRITIC_STEPS] = torch.tensor(critic.optimizer.steps)
     return tensors
 
 

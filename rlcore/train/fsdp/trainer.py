@@ -18,9 +18,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from rlcore.algorithms.aggregate import Totals
 from rlcore.algorithms.packing import TrainSequence, pack
 from rlcore.config.tree import AlgorithmConfig, TrainConfig
-from rlcore.errors import TrainError
+from rlcore.errors import ConfigError, TrainError
 from rlcore.train.fsdp import state
-from rlcore.train.fsdp.loop import BatchLoop, LoopSettings
+from rlcore.train.fsdp.critic import TrainedCritic, load_critic
+from rlcore.train.fsdp.loop import BatchLoop, LoopSettings, Models
 from rlcore.train.fsdp.model import Policy, current_device, load_policy, shard
 from rlcore.train.fsdp.optimizer import ShardedAdamW, learning_rate
 from rlcore.train.fsdp.shards import ShardWriter
@@ -58,21 +59,29 @@ class FsdpTrainer:
         self._folder: Path | None = None
         self._policy: Policy | None = None
         self._reference: Policy | None = None
+        self._teacher: Policy | None = None
         self._optimizer: ShardedAdamW | None = None
+        self._critic: TrainedCritic | None = None
         self._writer = ShardWriter()
 
     # --- state ------------------------------------------------------------------------------------
 
     def load(self, model_folder: Path, state_id: str) -> None:
-        """Build policy, optimizer and (for a KL loss) the frozen reference from a Hugging Face
-        folder.
+        """Build policy, optimizer and, where a divergence is asked for, the frozen reference,
+        from a Hugging Face folder.
         """
         self.loaded, self.dirty = None, True
-        self._policy = self._optimizer = None
+        self._policy = self._optimizer = self._critic = None
         self._policy = self._build(model_folder, checkpointing=self._train.gradient_checkpointing)
-        if self._algorithm.use_kl_loss and self._reference is None:
+        if self._algorithm.needs_reference and self._reference is None:
             self._reference = self._build(model_folder).requires_grad_(False)
+        if self._algorithm.use_opd and self._teacher is None:
+            self._teacher = self._build_teacher(
+                self._policy, Path(self._algorithm.opd_teacher_load)
+            )
         self._optimizer = ShardedAdamW(list(self._policy.weights()), self._train)
+        if self._algorithm.has_critic:
+            self._critic = self._build_critic(model_folder)
         self._writer = ShardWriter()
         self._folder = model_folder
         torch.manual_seed(self._seed)
@@ -82,7 +91,7 @@ class FsdpTrainer:
         """Read a saved state in place; `load` must have built the model before."""
         policy, optimizer = self._held()
         self.loaded, self.dirty = None, True
-        digest = state.load(folder, policy, optimizer)
+        digest = state.load(folder, policy, optimizer, self._critic)
         self.loaded, self.dirty = state_id, False
         return digest
 
@@ -93,18 +102,49 @@ class FsdpTrainer:
             raise TrainError(
                 "the trainer stopped in the middle of a batch, so it holds no state to save"
             )
-        state.save(folder, policy, optimizer, self._writer)
+        state.save(folder, policy, optimizer, self._critic, self._writer)
 
     def digest(self) -> StateDigest:
         """Digests of what is held."""
-        return state.digest(*self._held())
+        return state.digest(*self._held(), self._critic)
 
     def _build(self, folder: Path, *, checkpointing: bool = False) -> Policy:
         policy = load_policy(
             folder, trust_remote_code=self._trust_remote_code, checkpointing=checkpointing
         )
-        shard(policy, self._mesh, self._train.precision)
+        shard(policy, policy.lm.base_model.layers, self._mesh, self._train.precision)
         return policy
+
+    def _build_teacher(self, policy: Policy, folder: Path) -> Policy:
+        if not folder.is_dir():
+            raise ConfigError(
+                f"algorithm.opd_teacher_load = {str(folder)!r} is not a folder on the trainer's "
+                "machine; give a Hugging Face model folder that it sees"
+            )
+        teacher = self._build(folder).requires_grad_(False)
+        ours, theirs = (m.lm.get_input_embeddings().weight.shape[0] for m in (policy, teacher))
+        if ours != theirs:
+            raise ConfigError(
+                f"algorithm.opd_teacher_load: the teacher in {folder} has a vocabulary of {theirs} "
+                f"tokens, the model one of {ours}; both must read the same token ids"
+            )
+        return teacher
+
+    def _build_critic(self, folder: Path) -> TrainedCritic:
+        critic = load_critic(
+            folder,
+            self._seed,
+            trust_remote_code=self._trust_remote_code,
+            checkpointing=self._train.gradient_checkpointing,
+        )
+        shard(critic, critic.body.layers, self._mesh, self._train.precision)
+        return TrainedCritic(critic, ShardedAdamW(list(critic.weights()), self._critic_train))
+
+    @property
+    def _critic_train(self) -> TrainConfig:
+        """The optimizer's settings with the critic's learning rate."""
+        rate = self._algorithm.critic_lr
+        return self._train if rate is None else self._train.model_copy(update={"lr": rate})
 
     def _held(self) -> tuple[Policy, ShardedAdamW]:
         if self._policy is None or self._optimizer is None:
@@ -116,16 +156,8 @@ class FsdpTrainer:
     def train(self, prev_state_id: str, new_state_id: str, batch: TrainBatch) -> TrainReport:
         """All optimizer steps of one batch; see `BatchLoop.run`."""
         check_can_train(self, prev_state_id)
-        policy, optimizer = self._held()
-        total = self._train.num_iterations * self._train.num_steps_per_rollout
-        settings = LoopSettings(
-            algorithm=self._algorithm,
-            temperature=self._temperature,
-            clip_grad=self._train.clip_grad,
-            lr=lambda step: learning_rate(step, total, self._train),
-            device=self._device,
-        )
-        loop = BatchLoop(policy, self._reference, optimizer, settings, batch)
+        _, optimizer = self._held()
+        loop = self._loop(self._algorithm, batch)
         self.dirty = True
         try:
             metrics = loop.run()
@@ -136,6 +168,44 @@ class FsdpTrainer:
         counts = {"tokens": float(batch.tokens), "samples": float(batch.samples)}
         metrics = batch.metrics | metrics | counts
         return TrainReport(batch.iteration, new_state_id, optimizer.steps, metrics)
+
+    def measure(
+        self, batch: TrainBatch, algorithm: AlgorithmConfig
+    ) -> tuple[dict[str, float], list[Tensor]]:
+        """Metrics and gradient of a batch's first step under other settings; nothing is applied.
+
+        Args:
+            batch: with the advantages that the settings make.
+            algorithm: the settings; where they need a reference, the trainer's own must too.
+
+        Returns:
+            Metrics, and this rank's share of the gradient: a copy on the CPU.
+        """
+        _, optimizer = self._held()
+        metrics = self._loop(algorithm, batch).measure()
+        gradient = [part.to("cpu", copy=True).flatten() for part in optimizer.gradients()]
+        optimizer.drop_gradients()
+        return metrics, gradient
+
+    def _loop(self, algorithm: AlgorithmConfig, batch: TrainBatch) -> BatchLoop:
+        policy, optimizer = self._held()
+        total = self._train.num_iterations * self._train.num_steps_per_rollout
+        settings = LoopSettings(
+            algorithm=algorithm,
+            temperature=self._temperature,
+            clip_grad=self._train.clip_grad,
+            lr=lambda step: learning_rate(step, total, self._train),
+            critic_lr=lambda step: learning_rate(step, total, self._critic_train),
+            device=self._device,
+        )
+        models = Models(
+            policy,
+            optimizer,
+            critic=self._critic if algorithm.has_critic else None,
+            reference=self._reference,
+            teacher=self._teacher if algorithm.use_opd else None,
+        )
+        return BatchLoop(models, settings, batch)
 
     @torch.no_grad()
     def log_probs(self, sequences: list[list[int]]) -> list[list[float]]:

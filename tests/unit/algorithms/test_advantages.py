@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlcore.algorithms.advantages import AdvantageInputs, grpo_advantages
+from rlcore.algorithms.advantages import AdvantageInputs, sample_advantages
 from rlcore.errors import DataError
 
 REWARDS = st.floats(-100, 100, allow_nan=False, width=32)
@@ -15,7 +15,7 @@ BATCH = st.lists(st.tuples(st.integers(0, 4), REWARDS | MISSING), min_size=1, ma
 
 def advantages_of(batch, std_normalization=True):
     groups, rewards = zip(*batch, strict=True)
-    return grpo_advantages(AdvantageInputs(rewards, groups, std_normalization))
+    return sample_advantages(AdvantageInputs(rewards, groups, std_normalization))
 
 
 @pytest.mark.parametrize("std_normalization", [True, False])
@@ -26,7 +26,7 @@ def test_equal_groups_match_the_plain_formula(shape, std_normalization):
     if std_normalization:
         want = want / (r.std(1, ddof=1, keepdims=True) + 1e-6)
     ids = np.repeat(np.arange(shape[0]), shape[1]).tolist()
-    out = grpo_advantages(AdvantageInputs(r.ravel().tolist(), ids, std_normalization))
+    out = sample_advantages(AdvantageInputs(r.ravel().tolist(), ids, std_normalization))
     np.testing.assert_allclose(out.advantages, want.ravel(), rtol=1e-12, atol=1e-14)
     assert out.trainable == (True,) * r.size
     assert (out.num_groups, out.num_equal_groups, out.num_failed) == (shape[0], 0, 0)
@@ -34,25 +34,25 @@ def test_equal_groups_match_the_plain_formula(shape, std_normalization):
 
 def test_unequal_groups_that_are_not_adjacent():
     rewards = [1.0, 5.0, 3.0, 0.0, 1.0]
-    out = grpo_advantages(AdvantageInputs(rewards, ["a", "b", "a", "b", "b"], False))
+    out = sample_advantages(AdvantageInputs(rewards, ["a", "b", "a", "b", "b"], False))
     assert out.advantages == pytest.approx([-1.0, 3.0, 1.0, -2.0, -1.0])
 
 
 @given(st.floats(-1e6, 1e6), st.integers(1, 33), st.booleans())
 def test_a_group_of_equal_rewards_is_exactly_zero(reward, size, std_normalization):
-    out = grpo_advantages(AdvantageInputs([reward] * size, [0] * size, std_normalization))
+    out = sample_advantages(AdvantageInputs([reward] * size, [0] * size, std_normalization))
     assert np.asarray(out.advantages, dtype=np.float32).tolist() == [0.0] * size
     assert out.num_equal_groups == 1
 
 
 def test_equal_rewards_whose_mean_is_not_their_value():
     assert sum([0.1] * 3) / 3 != 0.1
-    assert grpo_advantages(AdvantageInputs([0.1] * 3, [7] * 3)).advantages == (0.0, 0.0, 0.0)
+    assert sample_advantages(AdvantageInputs([0.1] * 3, [7] * 3)).advantages == (0.0, 0.0, 0.0)
 
 
 @pytest.mark.parametrize("std_normalization", [True, False])
 def test_a_group_with_one_reward_is_zero(std_normalization):
-    out = grpo_advantages(AdvantageInputs([3.0, None, 2.0], [0, 0, 1], std_normalization))
+    out = sample_advantages(AdvantageInputs([3.0, None, 2.0], [0, 0, 1], std_normalization))
     assert out.advantages == (0.0, 0.0, 0.0)
     assert out.trainable == (True, False, True)
     assert out.num_equal_groups == 2
@@ -92,6 +92,14 @@ def test_the_advantages_of_a_group_add_up_to_zero_and_have_unit_spread(batch):
             assert np.std(chosen, ddof=1) <= 1.0 + 1e-9
 
 
+def test_without_a_baseline_the_reward_is_the_advantage():
+    rewards = [0.1, None, 0.1, -2.5]
+    out = sample_advantages(AdvantageInputs(rewards, [0, 0, 0, 1], True, baseline=False))
+    assert out.advantages == (0.1, 0.0, 0.1, -2.5)
+    assert out.trainable == (True, False, True, True)
+    assert (out.num_groups, out.num_equal_groups) == (2, 2)
+
+
 def test_a_group_id_for_each_reward():
     with pytest.raises(DataError, match="2 rewards but 1 group ids"):
-        grpo_advantages(AdvantageInputs([1.0, 2.0], [0]))
+        sample_advantages(AdvantageInputs([1.0, 2.0], [0]))

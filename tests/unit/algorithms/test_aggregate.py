@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlcore.algorithms.aggregate import Totals, token_weight
+from rlcore.algorithms.aggregate import Totals, constant_scale, token_weight
 from rlcore.errors import DataError
 
 counts = st.lists(st.integers(0, 500), min_size=1, max_size=40)
@@ -44,3 +44,11 @@ def test_totals_that_are_not_of_the_step_are_refused():
         token_weight(5, Totals(tokens=4, sequences=1), "token_mean")
     with pytest.raises(DataError, match="negative"):
         Totals.of([3, -1])
+
+
+@given(counts, st.integers(1, 1000))
+def test_a_constant_divides_each_sequence_s_sum(trainable, divisor):
+    totals = Totals.of(trainable)
+    weight = constant_scale(totals, divisor) * token_weight(max(trainable), totals, "token_mean")
+    sequences = sum(n > 0 for n in trainable)
+    assert weight == pytest.approx(1 / (sequences * divisor) if sequences else 0.0)

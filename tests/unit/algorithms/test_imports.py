@@ -18,7 +18,7 @@ def test_what_the_driver_calls_needs_no_torch(module):
 
 
 def test_nothing_imports_ray_engines_or_models():
-    modules = ("packing", "losses", "logprobs")
+    modules = ("packing", "losses", "logprobs", "returns", "off_policy")
     names = ", ".join(f"rlcore.algorithms.{m}" for m in modules)
     forbidden = {"ray", "sglang", "megatron", "transformers", "prefect", "pydantic"}
     assert not loaded_after(names) & forbidden

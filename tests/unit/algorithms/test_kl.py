@@ -57,3 +57,17 @@ def test_extreme_log_ratios_give_finite_values_and_gradients(kind):
     kl.sum().backward()
     assert kl.isfinite().all()
     assert x.grad.tolist() == [0.0] * 6
+
+
+@pytest.mark.parametrize("kind", ["k1", "k3"])
+def test_times_the_ratio_they_average_to_the_divergence_under_another_policy(kind):
+    torch.manual_seed(1)
+    pi, ref, old = torch.randn(3, 9, dtype=torch.float64).log_softmax(-1)
+    exact = (pi.exp() * (pi - ref)).sum()
+    estimates = kl_estimate(pi - ref, kind, (pi - old).exp())
+    torch.testing.assert_close((old.exp() * estimates).sum(), exact)
+
+
+def test_low_var_kl_is_clamped_after_the_ratio():
+    x, ratio = torch.tensor([-2.0]), torch.tensor([100.0])
+    assert kl_estimate(x, "low_var_kl", ratio).tolist() == [10.0]

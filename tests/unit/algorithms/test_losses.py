@@ -13,9 +13,9 @@ from rlcore.algorithms.losses import (
     LossInputs,
     PolicyLossSettings,
     log_prob_gap,
-    merge_metrics,
     policy_loss,
 )
+from rlcore.algorithms.metrics import merge_metrics
 from rlcore.errors import ConfigError, DataError
 
 SETTINGS = PolicyLossSettings(clip_low=0.2, clip_high=0.28, kl_coef=0.05, kl_kind="k3")
@@ -69,7 +69,10 @@ def all_numbers(outputs):
 
 
 def cut(inputs, start, stop):
-    return LossInputs(**{f.name: getattr(inputs, f.name)[start:stop] for f in fields(inputs)})
+    tensors = {f.name: getattr(inputs, f.name) for f in fields(inputs)}
+    return LossInputs(
+        **{k: v[start:stop] if isinstance(v, torch.Tensor) else v for k, v in tensors.items()}
+    )
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -5,10 +5,11 @@ import math
 import pytest
 import torch
 
-from rlcore.algorithms.advantages import AdvantageInputs, grpo_advantages
+from rlcore.algorithms.advantages import AdvantageInputs, sample_advantages
 from rlcore.algorithms.aggregate import Totals
 from rlcore.algorithms.logprobs import chunked_log_probs
-from rlcore.algorithms.losses import LossInputs, PolicyLossSettings, merge_metrics, policy_loss
+from rlcore.algorithms.losses import LossInputs, PolicyLossSettings, policy_loss
+from rlcore.algorithms.metrics import merge_metrics
 from rlcore.algorithms.packing import TrainSequence, pack, padded
 from rlcore.algorithms.plan import plan
 
@@ -32,7 +33,7 @@ def make_batch():
     groups = [i // 5 for i in range(24)]
     rewards = torch.randint(0, 4, (24,), generator=g).tolist()
     rewards[3] = None
-    out = grpo_advantages(AdvantageInputs(rewards, groups))
+    out = sample_advantages(AdvantageInputs(rewards, groups))
     batch = []
     for i in range(24):
         prompt, response = 1 + i % 4, (i * 7) % 19

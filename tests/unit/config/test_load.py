@@ -6,6 +6,7 @@ import pytest
 
 from rlcore.config import build_config, load_config, with_sets
 from rlcore.config.load import merge, parse_set
+from rlcore.config.presets import PRESETS
 from rlcore.errors import ConfigError
 
 SMALLEST = """
@@ -188,6 +189,34 @@ def test_broken_toml_is_told_with_its_line(tmp_path: Path) -> None:
     file = write(tmp_path / "run.toml", "[model]\npath = 'a'\nlr == 3\n")
     with pytest.raises(ConfigError, match=r"run\.toml is not valid TOML: .*line 3"):
         load_config(file)
+
+
+def test_a_preset_lies_below_what_the_file_says(tmp_path: Path) -> None:
+    write(tmp_path / "base.toml", SMALLEST)
+    text = 'extends = ["base.toml", "preset:dapo"]\n[algorithm]\nclip_high = 0.3\n'
+    config = load_config(write(tmp_path / "run.toml", text))
+    assert (config.algorithm.clip_low, config.algorithm.clip_high) == (0.2, 0.3)
+    assert config.filter.dynamic_sampling_filter_path == "nonzero_std"
+    assert config.model.path == load_config(tmp_path / "base.toml").model.path
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_is_a_configuration(tmp_path: Path, name: str) -> None:
+    write(tmp_path / "base.toml", SMALLEST)
+    file = write(tmp_path / "run.toml", f'extends = ["base.toml", "preset:{name}"]\n')
+    more = ["algorithm.loss_divisor=1024"] if name == "dr_grpo" else []
+    config = load_config(file, more)
+    for section, keys in PRESETS[name].items():
+        for key, value in keys.items():
+            assert getattr(getattr(config, section), key) == value
+    if more:
+        with pytest.raises(ConfigError, match=r"algorithm\.loss_divisor, such as"):
+            load_config(file)
+
+
+def test_a_preset_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no preset 'dappo'; there are dapo, dr_grpo, gspo"):
+        load_config(write(tmp_path / "run.toml", 'extends = "preset:dappo"\n'))
 
 
 def test_extends_must_name_another_file_that_exists(tmp_path: Path) -> None:

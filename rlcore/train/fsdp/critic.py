@@ -1,0 +1,79 @@
+"""The critic of PPO: the starting model's decoder with a head that says what a token will come to.
+
+It has the policy's architecture and starts with its weights; only the head, one output and a bias,
+begins at random. It is sharded and stepped as the policy is.
+
+Invariant: the head depends on the seed alone, so all ranks begin with the same one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from rlcore.algorithms.packing import PackedBatch
+from rlcore.train.fsdp.attention import SequenceLayout
+from rlcore.train.fsdp.model import load_policy
+from rlcore.train.fsdp.optimizer import ShardedAdamW
+
+HEAD_STD = 0.02
+"""Standard deviation of the head's first weights."""
+
+
+class Critic(nn.Module):
+    """A decoder from token ids to values."""
+
+    def __init__(self, lm: Any, seed: int) -> None:
+        super().__init__()
+        self.body = lm.base_model
+        self.head = nn.Linear(lm.get_output_embeddings().weight.shape[1], 1)
+        with torch.no_grad():
+            chance = torch.Generator().manual_seed(seed)
+            self.head.weight.normal_(std=HEAD_STD, generator=chance)
+            self.head.bias.zero_()
+
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor, layout: SequenceLayout, rows: Tensor
+    ) -> Tensor:
+        """[M] float32: values at some positions of a packed micro-batch; as `Policy.forward`."""
+        decoded = self.body(
+            input_ids=input_ids[None],
+            position_ids=position_ids[None],
+            use_cache=False,
+            layout=layout,
+        )
+        hidden = decoded.last_hidden_state[0].index_select(0, rows)
+        # Summed and not indexed: FSDP warns of outputs that are views.
+        return cast(Tensor, self.head(hidden).sum(-1).float())
+
+    def values(self, batch: PackedBatch, rows: Tensor) -> Tensor:
+        """`forward` of a packed micro-batch that is on the model's device; `rows` likewise."""
+        layout = SequenceLayout.of(batch.lengths, batch.input_ids.device)
+        return cast(Tensor, self(batch.input_ids, batch.position_ids, layout, rows))
+
+    def weights(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters by name; one that is tied comes once."""
+        yield from self.named_parameters()
+
+
+class TrainedCritic(NamedTuple):
+    """A critic with its optimizer."""
+
+    model: Critic
+    optimizer: ShardedAdamW
+
+
+def load_critic(
+    folder: Path, seed: int, *, trust_remote_code: bool = False, checkpointing: bool = False
+) -> Critic:
+    """Read a Hugging Face folder into a critic on the CPU.
+
+    Raises:
+        ConfigError: as `load_policy`.
+    """
+    policy = load_policy(folder, trust_remote_code=trust_remote_code, checkpointing=checkpointing)
+    return Critic(policy.lm, seed).train(policy.training)

@@ -1,0 +1,55 @@
+"""`sluice lab` on a real run."""
+
+from pathlib import Path
+
+import pytest
+from real_runs import Sluice, short
+
+from rlcore.lab import OWN
+
+
+@pytest.fixture(scope="module")
+def sluice(tmp_path_factory: pytest.TempPathFactory) -> Sluice:
+    """A root with run a: two iterations of GSPO."""
+    folder = tmp_path_factory.mktemp("lab")
+    made = Sluice(folder / "root", cwd=folder)
+    config = short(folder, iterations=2, more='[algorithm]\nadvantage_estimator = "gspo"')
+    made("train", str(config), "--run-id", "a")
+    return made
+
+
+def files(root: Path | str) -> dict[str, int]:
+    return {str(p): p.stat().st_mtime_ns for p in Path(root).rglob("*") if p.is_file()}
+
+
+def test_all_algorithms_are_measured_and_nothing_is_written(sluice: Sluice) -> None:
+    before = files(sluice.root)
+    found = sluice.json("lab", "a", "--iter", "1")
+    assert files(sluice.root) == before
+    assert (found["run_id"], found["iteration"], found["policy"]) == ("a", 1, 1)
+    rows = {row["name"]: row for row in found["rows"]}
+    assert rows[OWN]["settings"]["advantage_estimator"] == "gspo"
+    for name, row in rows.items():
+        assert 0 < row["metrics"]["effective_sample_size"] <= 1.0 + 1e-6
+        assert row["metrics"]["grad_norm"] > 0
+        assert row["cosines"].keys() == rows.keys()
+        assert row["cosines"][name] == pytest.approx(1.0)
+        for other, cosine in row["cosines"].items():
+            assert cosine == pytest.approx(rows[other]["cosines"][name])
+
+
+def test_the_policy_that_sampled_is_at_a_ratio_of_one(sluice: Sluice) -> None:
+    found = sluice.json("lab", "a", "--iter", "0", "--policy", "-1")
+    for row in found["rows"]:
+        assert row["metrics"]["pg_clipfrac"] == 0.0
+        assert row["metrics"]["ratio_max"] == pytest.approx(1.0, abs=1e-4)
+    table = sluice("lab", "a", "--iter", "0", "--policy", "-1")
+    assert "seen from the starting model" in table
+    assert all(row["name"] in table for row in found["rows"])
+
+
+def test_what_is_not_there_is_said(sluice: Sluice) -> None:
+    said = sluice("lab", "a", "--iter", "9", code=2)
+    assert "has no committed iteration 9; 0 to 1 are committed" in said
+    said = sluice("lab", "a", "--iter", "1", "--policy", "9", code=2)
+    assert "keeps no trainer state after iteration 9" in said
