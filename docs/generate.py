@@ -17,6 +17,8 @@ import pyarrow as pa
 from rlcore.config import EvalDataset, RunConfig
 from rlcore.config.digest import NOT_COMPUTED
 from rlcore.config.tree import Section
+from rlcore.slime.megatron import OPTIONS
+from rlcore.slime.table import GROUPS
 from rlcore.store.schema import SAMPLES, SCORES, SELECTION
 
 DOCS = Path(__file__).parent
@@ -119,6 +121,23 @@ def arrow_kind(field: pa.Field) -> str:
     return name if not field.nullable else f"{name}, may be null"
 
 
+def slime_arguments() -> str:
+    """A table of each group of slime's arguments: what becomes of them."""
+    parts = []
+    for group, arguments in GROUPS.items():
+        rows = [(f"`--{argument.name}`", str(argument.rule)) for argument in arguments]
+        parts.append(f"### {group}\n\n{table(('argument', 'here'), rows)}")
+    return "\n\n".join(parts)
+
+
+def megatron_options() -> str:
+    """A table of Megatron's options by what becomes of them."""
+    by_rule: dict[str, list[str]] = {}
+    for argument in OPTIONS.values():
+        by_rule.setdefault(str(argument.rule), []).append(f"`--{argument.name}`")
+    return table(("options", "here"), [(", ".join(names), rule) for rule, names in by_rule.items()])
+
+
 def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     """A Markdown table."""
     lines = [head, ("---",) * len(head), *rows]
@@ -129,6 +148,8 @@ def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "settings": settings,
+    "slime arguments": slime_arguments,
+    "megatron options": megatron_options,
     "samples": lambda: columns(SAMPLES),
     "scores": lambda: columns(SCORES),
     "selection": lambda: columns(SELECTION),

@@ -316,6 +316,42 @@ def doctor(
     return examine(root_of(root), config, as_json=json)
 
 
+@app.command
+def check_plugin(
+    function: Annotated[str, Parameter(help="module:function or file.py:function.")],
+    *,
+    kind: Annotated[
+        str | None, Parameter(help="reward, batched_reward, filter, generate or build.")
+    ] = None,
+    reward_key: Annotated[str | None, Parameter(help="Key of the reward in a dict.")] = None,
+    model: Annotated[
+        Path | None, Parameter(help="Model folder for a generate function; default: a tiny one.")
+    ] = None,
+    json: Json = False,
+) -> int:
+    """Try a custom function on what its kind meets in a run."""
+    from flows.commands.check_plugin import check
+
+    return check(function, kind, reward_key=reward_key, model=model, as_json=json)
+
+
+@app.command
+def slime(
+    *arguments: Annotated[
+        str,
+        Parameter(help="Of slime's train.py, after `--`.", allow_leading_hyphen=True),
+    ],
+    run: Annotated[bool, Parameter(help="Train with it.", negative="")] = False,
+    run_id: Annotated[str | None, Parameter(help="Name of the run.")] = None,
+    root: Root = None,
+    json: Json = False,
+) -> int:
+    """Print the configuration that a launch line of slime comes to."""
+    from flows.commands.slime import from_slime
+
+    return from_slime(arguments, run=run, root=root, name=run_id, as_json=json)
+
+
 @config_app.command(name="show")
 def config_show(config: Path, *, set: Sets = (), json: Json = False) -> None:
     """Print the configuration that a file and options come to."""

@@ -12,6 +12,7 @@ from rlcore.cluster import ray_session
 from rlcore.cluster.fleet import Fleet
 from rlcore.cluster.plan import FleetPlan
 from rlcore.config import RunConfig, build_config, config_digest
+from rlcore.config.digest import NOT_COMPUTED
 from rlcore.errors import ConfigError, Conflict, StoreError
 from rlcore.fork_state import make_base_state
 from rlcore.observe.history import iterations_asked
@@ -165,7 +166,7 @@ def check_same(config: RunConfig, record: dict[str, Any]) -> None:
         for key, mine in keys.items()
         if (theirs := getattr(getattr(other, section), key, None))
         != getattr(getattr(config, section), key, None)
-        and section not in ("storage", "cluster")
+        and section not in NOT_COMPUTED
     ]
     raise ConfigError(
         f"run {config.run.id!r} exists in {config.storage.root} with another configuration: "

@@ -21,6 +21,7 @@ from rlcore.errors import (
     RewardError,
     StoreError,
 )
+from rlcore.observe.trackers import check_trackers
 from rlcore.opening import check_same, open_store
 from rlcore.plugins import check_signature, load_checked, load_function
 from rlcore.rollout import rewards
@@ -38,6 +39,7 @@ def preflight(config: RunConfig) -> None:
     """
     check_run(config)
     check_engine(config)
+    check_trackers(config)
     check_model(config.model)
     check_data(config)
     check_plugins(config)

@@ -11,8 +11,8 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any
 from uuid import UUID
@@ -36,6 +36,7 @@ from flows.reporting.pages import (
 )
 from rlcore.config import RunConfig
 from rlcore.observe.history import iterations
+from rlcore.observe.trackers import Tracker, open_trackers
 from rlcore.opening import open_store
 from rlcore.run import IterationRef, Run
 from rlcore.store.batch import read_samples
@@ -117,9 +118,12 @@ class Reporter:
         self._written = 0.0
         self._recalling: asyncio.Task[None] | None = None
         self._writing: asyncio.Task[None] | None = None
+        self._trackers: list[Tracker] = []
 
     async def __aenter__(self) -> "Reporter":
-        first = self._run.first_uncommitted()
+        first, run = self._run.first_uncommitted(), self._run
+        with self._harmless("open the trackers"):
+            self._trackers = await asyncio.to_thread(open_trackers, run.config, run.store.objects)
         if first:
             self._recalling = asyncio.create_task(self._recall())
         with suppress(Exception):
@@ -134,6 +138,9 @@ class Reporter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        for tracker in self._trackers:
+            with self._harmless("close a tracker"):
+                tracker.close()
         if error is not None and not isinstance(error, Exception):
             # Somebody waits for the end of a cancelled run.
             for task in filter(None, (self._recalling, self._writing)):
@@ -150,6 +157,9 @@ class Reporter:
         self._history.append(figures({"iteration": done.iteration} | done.metrics))
         for listener in _listeners:
             listener(done, self._run)
+        for tracker in self._trackers:
+            with self._harmless(f"track iteration {done.iteration}"):
+                tracker.log(done.iteration, done.metrics)
         emit_event(
             "rl.iteration.committed",
             resource={"prefect.resource.id": f"rl.run.{self._run.id}"},
@@ -162,6 +172,13 @@ class Reporter:
             # database.
             patience = max(PATIENCE_S, PATIENCE_SHARE * done.metrics["seconds"])
             await asyncio.wait({self._writing}, timeout=patience)
+
+    @contextmanager
+    def _harmless(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            log.warning("run %s could not %s: %s", self._run.id, what, error)
 
     async def _recall(self) -> None:
         """Fetch what earlier drivers of the run have committed, for the curve and the table."""

@@ -16,6 +16,7 @@ from rlcore.config.tree import (
     RunConfig,
     RunSection,
     StorageConfig,
+    TrackingConfig,
     TrainConfig,
     WeightsConfig,
 )
@@ -34,6 +35,7 @@ __all__ = [
     "RunConfig",
     "RunSection",
     "StorageConfig",
+    "TrackingConfig",
     "TrainConfig",
     "WeightsConfig",
     "build_config",

@@ -13,7 +13,7 @@ from typing import Any
 from rlcore.config.fields import path_values
 from rlcore.config.tree import RunConfig, Section
 
-NOT_COMPUTED = frozenset({"storage", "cluster"})
+NOT_COMPUTED = frozenset({"storage", "cluster", "tracking"})
 
 STAGE_SECTIONS: dict[str, tuple[str, ...]] = {
     "rollout": ("run", "model", "data", "rollout", "sglang"),

@@ -50,7 +50,7 @@ def build_config(tree: Mapping[str, Any]) -> RunConfig:
     tree = dict(tree)
     if isinstance(storage := tree.get("storage", {}), Mapping) and "root" not in storage:
         root = str(StorageConfig.model_fields["root"].default)
-        tree["storage"] = {"root": _absolute(root, "file", Path.cwd()), **storage}
+        tree["storage"] = {"root": absolute(root, "file", Path.cwd()), **storage}
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as error:
@@ -171,7 +171,7 @@ def resolve_paths(tree: Tree, section: type[BaseModel] | None, folder: Path) -> 
         kind = path_kind(field)
         inner = section_of(field)
         if kind and isinstance(value, str):
-            out[name] = _absolute(value, kind, folder)
+            out[name] = absolute(value, kind, folder)
         elif inner and isinstance(value, dict):
             out[name] = resolve_paths(value, inner, folder)
         elif inner and isinstance(value, list):
@@ -181,7 +181,14 @@ def resolve_paths(tree: Tree, section: type[BaseModel] | None, folder: Path) -> 
     return out
 
 
-def _absolute(value: str, kind: str, folder: Path) -> str:
+def absolute(value: str, kind: str, folder: Path) -> str:
+    """A path, or a function's file, from the root of the file system; URLs and modules as they are.
+
+    Args:
+        value: as it was given.
+        kind: `file` or `function`.
+        folder: what it is relative to.
+    """
     if not value or "://" in value:
         return value
     if kind == "function":

@@ -392,6 +392,15 @@ class ClusterConfig(Section):
     """Trainer and engines share GPUs."""
 
 
+class TrackingConfig(Section):
+    """Where metrics go beside the store and Prefect."""
+
+    tensorboard: bool = False
+    """Write TensorBoard's event files."""
+    tensorboard_dir: FilePath = ""
+    """Folder of their folders, one a run. Empty: `tensorboard` in the run's folder."""
+
+
 class RunConfig(Section):
     """Everything a run is made of. What people change most comes first."""
 
@@ -423,6 +432,8 @@ class RunConfig(Section):
     """Where runs are kept."""
     cluster: ClusterConfig = ClusterConfig()
     """What the run takes of a Ray cluster."""
+    tracking: TrackingConfig = TrackingConfig()
+    """Where metrics go beside the store and Prefect."""
     sglang: dict[str, Scalar] = {}
     """Arguments of SGLang's server, by their own names."""
 

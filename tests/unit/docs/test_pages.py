@@ -17,7 +17,7 @@ REPO = Path(__file__).parents[3]
 PAGES = sorted([*REPO.glob("*.md"), *REPO.glob("docs/*.md"), *REPO.glob("examples/*/README.md")])
 LINK = re.compile(r"!?\[[^\]]*\]\((?P<target>[^)\s]+)\)")
 COMMAND = re.compile(r"^ {4}(?:\$ )?(?P<line>sluice [^\n#]*)", re.MULTILINE)
-INLINE = re.compile(r"`sluice (?P<name>[a-z]+)[^`]*`")
+INLINE = re.compile(r"`sluice (?P<name>[a-z][a-z-]*)[^`]*`")
 PLACEHOLDERS = {"CONFIG", "RUN", "N", "ROOT", "NAME"}
 
 

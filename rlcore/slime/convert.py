@@ -1,0 +1,49 @@
+"""Values of slime's arguments as values of the settings that they become."""
+
+from typing import Any
+
+from rlcore.errors import ConfigError
+
+BUILT_IN_FILTERS = {
+    "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std": "nonzero_std",
+}
+SCHEDULES = {"constant": "constant", "linear": "linear", "cosine": "cosine"}
+MINUTE_S = 60.0
+
+
+def negated(value: bool) -> bool:
+    """Of an argument that switches off."""
+    return not value
+
+
+def minutes(value: float) -> float:
+    """In seconds."""
+    return value * MINUTE_S
+
+
+def positive_or_none(value: int) -> int | None:
+    """None for the 0 or -1 that stand for none."""
+    return value if value > 0 else None
+
+
+def dynamic_filter(value: str) -> str:
+    """The name of a built-in filter, or a function's path as it is."""
+    return BUILT_IN_FILTERS.get(value, value)
+
+
+def schedule(value: str) -> str:
+    """The course of the learning rate.
+
+    Raises:
+        ConfigError: there is none of that name here.
+    """
+    if value.lower() not in SCHEDULES:
+        raise ConfigError(f"--lr-decay-style {value}: train.lr_schedule has {', '.join(SCHEDULES)}")
+    return SCHEDULES[value.lower()]
+
+
+def scalars(value: Any) -> dict[str, Any]:
+    """A JSON object of plain values."""
+    if not isinstance(value, dict):
+        raise ConfigError(f"{value!r} is no JSON object")
+    return value

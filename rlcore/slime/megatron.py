@@ -1,0 +1,86 @@
+"""Megatron's own options, as far as launch lines of slime give them."""
+
+from rlcore.slime.rules import Argument, Held, Takes
+
+LAYOUT = Held("how Megatron lays the model out; FSDP2 shards it over all ranks")
+SHAPE = Held("read from the model's config.json")
+KERNEL = Held("kernels and precision of sums are the trainer's choice")
+MEMORY = Held("how Megatron saves memory; train.gradient_checkpointing recomputes activations")
+
+
+def _all(rule: Held, takes: Takes, names: str) -> list[Argument]:
+    return [Argument(name, takes, rule) for name in names.split()]
+
+
+OPTIONS = {
+    argument.name: argument
+    for argument in (
+        *_all(
+            LAYOUT,
+            "int",
+            "tensor-model-parallel-size pipeline-model-parallel-size context-parallel-size "
+            "expert-model-parallel-size expert-tensor-parallel-size "
+            "decoder-first-pipeline-num-layers decoder-last-pipeline-num-layers "
+            "num-layers-per-virtual-pipeline-stage",
+        ),
+        *_all(
+            LAYOUT,
+            "flag",
+            "sequence-parallel use-distributed-optimizer overlap-grad-reduce overlap-param-gather "
+            "use-precision-aware-optimizer optimizer-cpu-offload overlap-cpu-optimizer-d2h-h2d",
+        ),
+        *_all(MEMORY, "str", "recompute-granularity recompute-method"),
+        *_all(MEMORY, "int", "recompute-num-layers"),
+        *_all(MEMORY, "strs", "recompute-modules"),
+        *_all(
+            SHAPE,
+            "int",
+            "num-layers hidden-size ffn-hidden-size num-attention-heads num-query-groups "
+            "kv-channels vocab-size max-position-embeddings seq-length num-experts "
+            "moe-ffn-hidden-size moe-router-topk moe-shared-expert-intermediate-size "
+            "make-vocab-size-divisible-by q-lora-rank kv-lora-rank qk-head-dim v-head-dim "
+            "qk-pos-emb-head-dim moe-router-group-topk moe-router-num-groups rotary-base",
+        ),
+        *_all(
+            SHAPE,
+            "float",
+            "norm-epsilon rotary-percent rotary-scaling-factor mscale mscale-all-dim "
+            "moe-router-topk-scaling-factor",
+        ),
+        *_all(
+            SHAPE,
+            "flag",
+            "swiglu group-query-attention disable-bias-linear add-qkv-bias qk-layernorm "
+            "untie-embeddings-and-output-weights use-rotary-position-embeddings use-rope-scaling "
+            "no-position-embedding multi-latent-attention moe-router-pre-softmax "
+            "moe-router-enable-expert-bias post-self-attn-layernorm post-mlp-layernorm "
+            "rotary-interleaved apply-layernorm-1p attention-output-gate moe-shared-expert-gate",
+        ),
+        *_all(
+            SHAPE,
+            "str",
+            "normalization position-embedding-type moe-layer-freq moe-router-score-function",
+        ),
+        *_all(SHAPE, "strs", "spec"),
+        *_all(
+            KERNEL,
+            "flag",
+            "attention-softmax-in-fp32 accumulate-allreduce-grads-in-fp32 no-rope-fusion "
+            "no-masked-softmax-fusion moe-grouped-gemm moe-permute-fusion "
+            "no-gradient-accumulation-fusion enable-experimental",
+        ),
+        *_all(
+            KERNEL,
+            "str",
+            "attention-backend transformer-impl moe-token-dispatcher-type moe-router-dtype "
+            "moe-token-drop-policy moe-router-load-balancing-type",
+        ),
+        *_all(Held("no loss but the policy's", (0.0,)), "float", "moe-aux-loss-coeff"),
+        *_all(
+            Held("routers are trained like all weights", (0.0,)),
+            "float",
+            "moe-router-bias-update-rate",
+        ),
+        *_all(Held("nothing is dropped out", (0.0,)), "float", "attention-dropout hidden-dropout"),
+    )
+}

@@ -1,0 +1,486 @@
+"""Every argument of slime, and what becomes of it.
+
+The groups are slime's. Megatron's own options, `--sglang-*` and `--router-*` are not listed one by
+one: `translate` knows them by `MEGATRON` and by their prefixes.
+"""
+
+from rlcore.slime import convert
+from rlcore.slime.rules import Argument, Held, Joined, Refused, Setting, flag
+
+MOVES_WITH_MEGATRON = (
+    "it comes with the Megatron backend, which does not exist yet; FSDP2 trains now"
+)
+NO_OFFLOAD = (
+    "trainer and engines keep their memory while they share GPUs; cluster.colocate = true shares "
+    "them, and sglang.mem_fraction_static leaves room"
+)
+NO_ROUTING = "no mixture-of-experts routing is recorded; leave it out, or train a dense model"
+NO_SERVER = "the Megatron teacher server is a program of slime's own; there is none here"
+
+CLUSTER = (
+    Argument("actor-num-nodes", "int", Setting("cluster.actor_num_nodes")),
+    Argument("actor-num-gpus-per-node", "int", Setting("cluster.actor_num_gpus_per_node")),
+    Argument(
+        "rollout-num-gpus",
+        "int",
+        Joined("cluster.rollout_num_gpus", "default with --colocate: the trainer's GPUs"),
+    ),
+    Argument("rollout-num-gpus-per-engine", "int", Setting("cluster.rollout_num_gpus_per_engine")),
+    Argument("num-gpus-per-node", "int", Held("Ray knows how many GPUs a node has")),
+    flag("colocate", Joined("cluster.colocate")),
+    flag("offload", Refused(NO_OFFLOAD)),
+    Argument("offload-train", "switch", Refused(NO_OFFLOAD)),
+    Argument("offload-rollout", "switch", Refused(NO_OFFLOAD)),
+    Argument(
+        "distributed-backend",
+        "str",
+        Held("NCCL between GPUs, Gloo between CPUs", ("nccl",)),
+    ),
+    Argument("distributed-timeout-minutes", "int", Setting("train.deadline_s", convert.minutes)),
+    flag("use-fault-tolerance", Held("engines and trainers are always watched and brought back")),
+    Argument("rollout-health-check-interval", "float", Setting("rollout.health_check_interval_s")),
+    Argument("rollout-health-check-timeout", "float", Setting("rollout.health_check_timeout_s")),
+    Argument(
+        "rollout-health-check-first-wait",
+        "float",
+        Held("an engine is watched once it has answered; rollout.start_timeout_s is its time"),
+    ),
+)
+
+TRAIN = (
+    Argument("train-backend", "str", Joined("train.backend")),
+    Argument("qwen-gdn-backend", "str", Refused(MOVES_WITH_MEGATRON)),
+    Argument(
+        "train-env-vars",
+        "json",
+        Refused("actors inherit the environment of their Ray node: set the variables there"),
+    ),
+    Argument(
+        "update-weight-mode",
+        "str",
+        Held("all weights are sent, and proved to have arrived", ("full",)),
+    ),
+    Argument("update-weight-transport", "str", Joined("weights.transport")),
+    flag("release-train", Refused("trainers stay; a killed one comes back from its saved state")),
+    Argument(
+        "update-weight-disk-dir",
+        "str",
+        Held("weights that travel by disk lie in the run's folder below storage.root"),
+    ),
+    flag(
+        "update-weight-disk-keep-files",
+        Refused("weights are removed once they arrived; checkpoint.save_interval = 1 keeps all"),
+    ),
+    Argument("update-weight-delta-encoding", "str", Refused("weights are always sent whole")),
+    Argument("update-weight-delta-checksum", "str", Refused("weights are always sent whole")),
+    Argument(
+        "custom-update-weight-post-write-path",
+        "str",
+        Refused("stores that are no file system are written through storage.root = 's3://...'"),
+    ),
+    Argument("update-weight-local-checkpoint-dir", "str", Refused("weights are always sent whole")),
+    Argument("custom-model-provider-path", "str", Refused(MOVES_WITH_MEGATRON)),
+    flag(
+        "recompute-loss-function",
+        Held("log-probs and their gradients are computed in chunks, without keeping logits"),
+    ),
+    Argument("log-probs-chunk-size", "int", Held("chunks of 128 MiB of logits")),
+    Argument(
+        "only-train-params-name-list", "strs", Refused("all parameters are trained; none is frozen")
+    ),
+    Argument(
+        "freeze-params-name-list", "strs", Refused("all parameters are trained; none is frozen")
+    ),
+    flag("freeze-indexer", Refused(MOVES_WITH_MEGATRON)),
+    flag("allgather-cp", Refused(MOVES_WITH_MEGATRON)),
+    Argument("seed", "int", Held("the trainer draws nothing at random; run.seed seeds the rest")),
+    Argument("clip-grad", "float", Setting("train.clip_grad")),
+    Argument("lr", "float", Setting("train.lr")),
+    Argument("optimizer", "str", Held("AdamW", ("adam", "adamw"))),
+    Argument("lr-warmup-init", "float", Held("the warm-up begins at 0", (0.0,))),
+    Argument("min-lr", "float", Setting("train.lr_min")),
+    Argument("lr-decay-style", "str", Setting("train.lr_schedule", convert.schedule)),
+    Argument(
+        "lr-decay-iters", "int", Refused("the schedule ends with the run: train.num_iterations")
+    ),
+    Argument("lr-warmup-iters", "int", Setting("train.lr_warmup_steps")),
+    Argument(
+        "lr-warmup-fraction", "float", Joined("train.lr_warmup_steps", "a share of all steps")
+    ),
+    Argument("warmup-ratio", "float", Joined("train.lr_warmup_steps", "a share of all steps")),
+    Argument(
+        "lr-wsd-decay-iters", "int", Refused("train.lr_schedule has constant, linear and cosine")
+    ),
+    Argument(
+        "lr-wsd-decay-style", "str", Refused("train.lr_schedule has constant, linear and cosine")
+    ),
+    flag("use-checkpoint-lr-scheduler", Held("a resumed run goes on with its own schedule")),
+    flag(
+        "override-lr-scheduler",
+        Refused(
+            "make a run of its own with another schedule: `sluice fork RUN --set train.lr=...`"
+        ),
+    ),
+    Argument("weight-decay", "float", Setting("train.weight_decay")),
+    Argument("adam-beta1", "float", Setting("train.adam_beta1")),
+    Argument("adam-beta2", "float", Setting("train.adam_beta2")),
+    Argument("adam-eps", "float", Setting("train.adam_eps")),
+    Argument(
+        "attn-implementation",
+        "str",
+        Held("the trainer chooses the attention for packed sequences by the device"),
+    ),
+    flag("gradient-checkpointing", Setting("train.gradient_checkpointing")),
+    flag("bf16", Joined("train.precision", "bfloat16")),
+    flag("fp16", Refused("train.precision has float32 and bfloat16")),
+    flag("fsdp-state-dict-cpu-offload", Held("states are saved shard by shard")),
+    flag("fsdp-cpu-offload", Refused("parameters stay on the device")),
+    Argument("fsdp-cpu-backend", "str", Held("Gloo", ("gloo",))),
+    flag("deterministic-mode", Held("a run on CPU repeats bit by bit; on GPUs kernels decide")),
+    flag("reset-optimizer-states", Refused("the optimizer's moments go on from batch to batch")),
+    flag("use-stateless-adam", Refused("the optimizer's moments go on from batch to batch")),
+    flag("use-gated-attention", Refused(MOVES_WITH_MEGATRON)),
+    Argument("mtp-num-layers", "int", Refused(MOVES_WITH_MEGATRON)),
+    Argument("mtp-loss-scaling-factor", "float", Refused(MOVES_WITH_MEGATRON)),
+    flag("enable-mtp-training", Refused(MOVES_WITH_MEGATRON)),
+    Argument("custom-megatron-init-path", "str", Refused(MOVES_WITH_MEGATRON)),
+    Argument("custom-megatron-before-log-prob-hook-path", "str", Refused(MOVES_WITH_MEGATRON)),
+    Argument("custom-megatron-before-train-step-hook-path", "str", Refused(MOVES_WITH_MEGATRON)),
+    Argument("megatron-deepgemm-forward-layers", "ints", Refused(MOVES_WITH_MEGATRON)),
+    Argument("megatron-deepgemm-forward-modules", "strs", Refused(MOVES_WITH_MEGATRON)),
+    Argument("megatron-deepgemm-moe-forward-layers", "ints", Refused(MOVES_WITH_MEGATRON)),
+    Argument("megatron-deepgemm-moe-forward-modules", "strs", Refused(MOVES_WITH_MEGATRON)),
+    Argument("padded-vocab-size", "int", Held("read from the model's config.json")),
+)
+
+MODEL = (
+    Argument("hf-checkpoint", "str", Setting("model.path")),
+    Argument("model-name", "str", Held("the model's config.json says what it is")),
+    Argument("ref-load", "str", Held("the reference is the starting model, --hf-checkpoint")),
+    Argument("ref-ckpt-step", "int", Refused("the reference is the starting model")),
+    Argument("load", "str", Joined("storage.root", "the same folder as --save: a run resumes")),
+    Argument("save", "str", Joined("storage.root")),
+    Argument("save-interval", "int", Setting("checkpoint.save_interval")),
+    flag("async-save", Refused("a state is saved before its stage is committed, never after")),
+    flag("no-save-optim", Refused("a state without its optimizer could not be resumed")),
+    Argument("save-hf", "str", Held("checkpoints are Hugging Face folders in the run's folder")),
+)
+
+DATA = (
+    Argument("prompt-data", "str", Setting("data.path")),
+    Argument("input-key", "str", Setting("data.input_key")),
+    Argument("label-key", "str", Setting("data.label_key")),
+    Argument("metadata-key", "str", Setting("data.metadata_key")),
+    Argument("tool-key", "str", Setting("data.tool_key")),
+    Argument("multimodal-keys", "json", Refused("prompts are text; images are not handled yet")),
+    flag("apply-chat-template", Setting("data.apply_chat_template")),
+    Argument(
+        "apply-chat-template-kwargs",
+        "json",
+        Setting("data.apply_chat_template_kwargs", convert.scalars),
+    ),
+    Argument("num-rollout", "int", Setting("train.num_iterations")),
+    Argument(
+        "num-epoch",
+        "int",
+        Refused("give --num-rollout: rows // rollout-batch-size x epochs; `data` may repeat"),
+    ),
+    flag(
+        "disable-rollout-global-dataset",
+        Refused("prompts come from data.path, whose cursor is what makes a run resumable"),
+    ),
+    Argument(
+        "data-source-path",
+        "str",
+        Held(
+            "the built-in source has a buffer",
+            ("slime.rollout.data_source.RolloutDataSourceWithBuffer",),
+        ),
+    ),
+    Argument(
+        "start-rollout-id",
+        "int",
+        Refused("a run goes on after its last committed iteration; `sluice fork` after another"),
+    ),
+    Argument("rollout-batch-size", "int", Setting("rollout.rollout_batch_size")),
+    Argument("n-samples-per-prompt", "int", Setting("rollout.n_samples_per_prompt")),
+    Argument("global-batch-size", "int", Joined("train.global_batch_size")),
+    Argument("num-steps-per-rollout", "int", Joined("train.num_steps_per_rollout")),
+    Argument(
+        "micro-batch-size", "int", Held("micro-batches are packed by train.max_tokens_per_gpu")
+    ),
+    flag("balance-data", Held("micro-batches are dealt to ranks by their FLOPs")),
+    flag("balance-by-flops", Held("micro-batches are dealt to ranks by their FLOPs")),
+    flag("use-dynamic-batch-size", Held("micro-batches are packed by train.max_tokens_per_gpu")),
+    Argument("max-tokens-per-gpu", "int", Setting("train.max_tokens_per_gpu")),
+    Argument(
+        "log-probs-max-tokens-per-gpu", "int", Held("forward passes use train.max_tokens_per_gpu")
+    ),
+)
+
+ROLLOUT = (
+    Argument(
+        "rollout-function-path",
+        "str",
+        Held(
+            "the built-in loop; custom_generate_function_path replaces a sample's generation",
+            ("slime.rollout.sglang_rollout.generate_rollout",),
+        ),
+    ),
+    Argument("rollout-temperature", "float", Setting("rollout.temperature")),
+    Argument("rollout-top-p", "float", Setting("rollout.top_p")),
+    Argument("rollout-top-k", "int", Setting("rollout.top_k")),
+    Argument("rollout-max-context-len", "int", Setting("rollout.context_length")),
+    Argument("rollout-max-prompt-len", "int", Setting("data.max_prompt_len")),
+    Argument("rollout-max-response-len", "int", Setting("rollout.max_response_len")),
+    flag("rollout-skip-special-tokens", Setting("rollout.skip_special_tokens")),
+    Argument("rollout-stop", "strs", Setting("rollout.stop")),
+    Argument("rollout-stop-token-ids", "ints", Setting("rollout.stop_token_ids")),
+    flag("rollout-shuffle", Setting("data.shuffle")),
+    Argument("rollout-seed", "int", Setting("run.seed")),
+    Argument("over-sampling-batch-size", "int", Joined("rollout.over_sampling_batch_size")),
+    Argument(
+        "dynamic-sampling-filter-path",
+        "str",
+        Setting("filter.dynamic_sampling_filter_path", convert.dynamic_filter),
+    ),
+    flag("partial-rollout", Setting("rollout.partial_rollout")),
+    flag("mask-offpolicy-in-partial-rollout", Setting("rollout.mask_offpolicy_in_partial_rollout")),
+    Argument(
+        "custom-generate-function-path", "str", Setting("rollout.custom_generate_function_path")
+    ),
+    Argument(
+        "rollout-sample-hook-path",
+        "str",
+        Refused("call it at the end of the function of rollout.custom_generate_function_path"),
+    ),
+    Argument(
+        "custom-rollout-log-function-path",
+        "str",
+        Refused("metrics are stored as they are; `sluice sql` computes others from the samples"),
+    ),
+    Argument(
+        "custom-eval-rollout-log-function-path",
+        "str",
+        Refused("metrics are stored as they are; `sluice sql` computes others from the samples"),
+    ),
+    Argument("buffer-filter-path", "str", Refused("the buffer is taken from in order")),
+    Argument("update-weight-buffer-size", "int", Held("weights are sent in parts of bounded size")),
+    Argument(
+        "update-weights-interval", "int", Held("weights are synced after every iteration", (1,))
+    ),
+    flag("keep-old-actor", Refused("old log-probs come from the policy before the step")),
+    Argument(
+        "rollout-data-postprocess-path",
+        "str",
+        Refused("what is trained on is what is committed; set loss_mask in a generate function"),
+    ),
+    Argument("rollout-data-transport", "str", Held("batches travel through the store")),
+    Argument(
+        "rollout-external-engine-addrs", "strs", Refused("engines are started by the run itself")
+    ),
+    Argument("rollout-buffer-url", "str", Refused("the buffer is in the rollout's manifest")),
+    Argument("fetch-trajectory-retry-times", "int", Refused("there is no external buffer")),
+    Argument("min-batch-collection-ratio", "float", Refused("there is no external buffer")),
+    Argument("rollout-task-type", "str", Refused("there is no external buffer")),
+    Argument("loss-mask-type", "str", Refused("it is for SFT, which does not exist yet")),
+    Argument("data-pad-size-multiplier", "int", Held("packed sequences need no padding")),
+    Argument(
+        "rollout-sample-filter-path",
+        "str",
+        Refused("set sample.remove_sample in a generate function"),
+    ),
+    Argument(
+        "rollout-all-samples-process-path",
+        "str",
+        Refused("all samples are in the store; read them from there"),
+    ),
+)
+
+EVAL = (
+    Argument("eval-interval", "int", Joined("eval.eval_interval")),
+    Argument("eval-prompt-data", "strs", Joined("eval.datasets", "pairs of name and path")),
+    Argument("eval-config", "str", Refused("write [[eval.datasets]] into the configuration")),
+    Argument("eval-function-path", "str", Refused("evaluation generates as training does")),
+    flag("skip-eval-before-train", Held("the first evaluation is after eval.eval_interval")),
+    Argument("eval-input-key", "str", Refused("evaluation data has the columns of data.*")),
+    Argument("eval-label-key", "str", Refused("evaluation data has the columns of data.*")),
+    Argument("eval-tool-key", "str", Refused("evaluation data has the columns of data.*")),
+    Argument("n-samples-per-eval-prompt", "int", Joined("eval.datasets.n_samples_per_eval_prompt")),
+    Argument("eval-temperature", "float", Joined("eval.datasets.temperature")),
+    Argument("eval-top-p", "float", Joined("eval.datasets.top_p")),
+    Argument("eval-top-k", "int", Refused("data sets have temperature and top_p")),
+    Argument("eval-max-response-len", "int", Joined("eval.datasets.max_response_len")),
+    Argument("eval-max-prompt-len", "int", Refused("prompts of evaluations are never left out")),
+    Argument("eval-min-new-tokens", "int", Refused("there is no least length")),
+    Argument("eval-max-context-len", "int", Refused("rollout.context_length is for both")),
+    Argument("eval-reward-key", "str", Refused("reward.reward_key is for both")),
+)
+
+ALGORITHM = (
+    Argument("advantage-estimator", "str", Joined("algorithm.advantage_estimator")),
+    Argument("eps-clip", "float", Joined("algorithm.clip_low algorithm.clip_high")),
+    Argument("eps-clip-high", "float", Joined("algorithm.clip_high")),
+    Argument("eps-clip-c", "float", Refused("there is no dual clip yet")),
+    Argument(
+        "value-clip", "float", Refused("there is no critic yet; use an estimator without one")
+    ),
+    Argument("num-critic-only-steps", "int", Held("there is no critic", (0,))),
+    Argument("megatron-config-path", "str", Refused(MOVES_WITH_MEGATRON)),
+    Argument("kl-coef", "float", Held("no penalty in the reward", (0.0,))),
+    Argument("loss-type", "str", Held("the policy loss", ("policy_loss",))),
+    Argument("custom-loss-function-path", "str", Refused("change rlcore/algorithms/losses.py")),
+    Argument("kl-loss-type", "str", Setting("algorithm.kl_loss_type")),
+    flag(
+        "disable-compute-advantages-and-returns", Refused("it is for SFT, which does not exist yet")
+    ),
+    Argument(
+        "custom-advantage-function-path", "str", Refused("change rlcore/algorithms/advantages.py")
+    ),
+    flag("use-kl-loss", Setting("algorithm.use_kl_loss")),
+    Argument("kl-loss-coef", "float", Setting("algorithm.kl_loss_coef")),
+    flag("use-unbiased-kl", Refused("algorithm.kl_loss_type names the estimators there are")),
+    Argument("ref-update-interval", "int", Refused("the reference is the starting model")),
+    Argument("entropy-coef", "float", Held("no entropy bonus", (0.0,))),
+    Argument("gamma", "float", Held("no discount", (1.0,))),
+    Argument("lambd", "float", Held("no critic, so no GAE", (1.0,))),
+    flag("normalize-advantages", Refused("advantages are normalised in their groups")),
+    flag(
+        "disable-grpo-std-normalization",
+        Setting("algorithm.grpo_std_normalization", convert.negated),
+    ),
+    flag("disable-rewards-normalization", Refused("grpo is the reward less its group's mean")),
+    flag("use-rollout-entropy", Held("entropies are among the metrics of training")),
+    flag("get-mismatch-metrics", Held("the log-prob gap of engine and trainer is a metric")),
+    flag("use-rollout-logprobs", Setting("algorithm.use_rollout_logprobs")),
+    flag("use-tis", Refused("there is no importance sampling of engine and trainer yet")),
+    Argument("tis-clip", "float", Refused("there is no importance sampling yet")),
+    Argument("tis-clip-low", "float", Refused("there is no importance sampling yet")),
+    Argument("custom-tis-function-path", "str", Refused("change rlcore/algorithms/losses.py")),
+    Argument(
+        "custom-pg-loss-reducer-function-path",
+        "str",
+        Refused("algorithm.loss_aggregation has token_mean and sequence_mean"),
+    ),
+    flag("calculate-per-token-loss", Joined("algorithm.loss_aggregation")),
+    flag("use-routing-replay", Refused(NO_ROUTING)),
+    flag("use-rollout-routing-replay", Refused(NO_ROUTING)),
+    flag("use-opsm", Refused("there is no masking of off-policy sequences yet")),
+    Argument("opsm-delta", "float", Refused("there is no masking of off-policy sequences yet")),
+    flag("use-opd", Refused("there is no distillation yet")),
+    Argument("opd-type", "str", Refused("there is no distillation yet")),
+    Argument("opd-kl-coef", "float", Refused("there is no distillation yet")),
+    Argument("opd-teacher-load", "str", Refused("there is no distillation yet")),
+    Argument("opd-teacher-ckpt-step", "int", Refused("there is no distillation yet")),
+    flag("true-on-policy-mode", Refused("set algorithm.max_logprob_gap to stop at a gap")),
+)
+
+REWARD = (
+    Argument("rm-type", "str", Refused("there are no built-in rewards yet; give --custom-rm-path")),
+    Argument("reward-key", "str", Setting("reward.reward_key")),
+    flag("group-rm", Setting("reward.batched")),
+    Argument("rm-url", "str", Refused("call it from the function of reward.custom_rm_path")),
+    Argument("custom-rm-path", "str", Setting("reward.custom_rm_path")),
+    Argument(
+        "custom-reward-post-process-path",
+        "str",
+        Refused("advantages are computed from the rewards as they are"),
+    ),
+    Argument(
+        "custom-convert-samples-to-train-data-path",
+        "str",
+        Refused("samples are stored and trained on as they are"),
+    ),
+)
+
+IN_STORE = (
+    "every iteration's samples and figures are in the store; `sluice show`, `samples` and `sql` "
+    "read them"
+)
+LOGGERS = (
+    flag("use-wandb", Refused(f"wandb is not there yet; {IN_STORE}")),
+    *(
+        Argument(f"wandb-{name}", "str", Refused(f"wandb is not there yet; {IN_STORE}"))
+        for name in ("mode", "dir", "key", "host", "team", "group", "project", "run-id")
+    ),
+    flag("disable-wandb-random-suffix", Refused("wandb is not there yet")),
+    flag("wandb-always-use-train-step", Refused("wandb is not there yet")),
+    flag("log-multi-turn", Held(IN_STORE)),
+    flag("log-passrate", Held("pass@k is among the metrics of rollout and evaluation")),
+    Argument("log-reward-category", "str", Held(IN_STORE)),
+    flag("log-correct-samples", Held(IN_STORE)),
+    flag("use-tensorboard", Setting("tracking.tensorboard")),
+    Argument("tb-project-name", "str", Setting("tracking.tensorboard_dir")),
+    Argument("tb-experiment-name", "str", Setting("run.id")),
+)
+
+RERUN = "a stored rollout is trained on again by `sluice rerun RUN --iter N --stage train`"
+DEBUG = (
+    Argument("save-debug-rollout-data", "str", Held(IN_STORE)),
+    Argument("load-debug-rollout-data", "str", Refused(RERUN)),
+    Argument("load-forge-rollout-data", "str", Refused(RERUN)),
+    Argument("load-debug-rollout-data-subsample", "float", Refused(RERUN)),
+    Argument("save-debug-train-data", "str", Held(IN_STORE)),
+    Argument("dump-details", "str", Held(IN_STORE)),
+    flag("debug-rollout-only", Refused("there is no mode without training yet")),
+    flag("debug-train-only", Refused(RERUN)),
+    Argument("memory-snapshot-dir", "str", Refused("attach a profiler to the trainer's process")),
+    Argument(
+        "memory-snapshot-num-steps", "int", Refused("attach a profiler to the trainer's process")
+    ),
+    Argument("profile-target", "strs", Refused("attach a profiler to the trainer's process")),
+    Argument("memory-recorder", "str", Refused("attach a profiler to the trainer's process")),
+    flag("record-memory-history", Refused("attach a profiler to the trainer's process")),
+    flag("check-weight-update-equal", Held("every sync is proved by weights.canary_prompts")),
+    Argument("http-proxy", "str", Refused("engines listen on loopback; no proxy is used")),
+    flag("use-distributed-post", Held("one worker keeps all engines busy; it is not the limit")),
+    flag("ci-test", Refused("it belongs to slime's own tests")),
+    flag("ci-disable-kl-checker", Refused("it belongs to slime's own tests")),
+    Argument(
+        "ci-train-rollout-logprob-abs-diff-threshold",
+        "float",
+        Setting("algorithm.max_logprob_gap"),
+    ),
+    Argument("ci-save-grad-norm", "str", Refused("it belongs to slime's own tests")),
+    Argument("ci-load-grad-norm", "str", Refused("it belongs to slime's own tests")),
+    Argument("custom-config-path", "str", Refused("write its values into the configuration")),
+    Argument("config", "str", Refused("write its values into the configuration")),
+)
+
+SGLANG = (
+    Argument("sglang-router-ip", "str", Refused("requests go to the engines; there is no router")),
+    Argument("sglang-router-port", "int", Refused("requests go to engines; there is no router")),
+    Argument(
+        "sglang-router-request-timeout-secs", "int", Setting("rollout.request_timeout_s", float)
+    ),
+    Argument("sglang-server-concurrency", "int", Setting("rollout.concurrency")),
+    Argument("prefill-num-servers", "int", Refused("prefill and decode share an engine")),
+    Argument("sglang-config", "str", Refused("all engines are alike: [sglang] is for all")),
+)
+
+TEACHER = (
+    Argument("teacher-port", "int", Refused(NO_SERVER)),
+    Argument("teacher-warmup-port", "int", Refused(NO_SERVER)),
+    Argument("teacher-warmup-timeout-s", "int", Refused(NO_SERVER)),
+    Argument("teacher-sample-reduction-chunk-size", "int", Refused(NO_SERVER)),
+    Argument("teacher-label-reduction-chunk-size", "int", Refused(NO_SERVER)),
+    Argument("megatron-server-max-length", "int", Refused(NO_SERVER)),
+    Argument("megatron-server-update-timeout-s", "float", Refused(NO_SERVER)),
+    Argument("megatron-server-warmup", "switch", Refused(NO_SERVER)),
+)
+
+GROUPS: dict[str, tuple[Argument, ...]] = {
+    "Cluster": CLUSTER,
+    "Trainer": TRAIN,
+    "Model and checkpoints": MODEL,
+    "Data": DATA,
+    "Rollout": ROLLOUT,
+    "Evaluation": EVAL,
+    "Algorithm": ALGORITHM,
+    "Reward": REWARD,
+    "Loggers": LOGGERS,
+    "Debugging": DEBUG,
+    "SGLang": SGLANG,
+    "Teacher server": TEACHER,
+}
+BY_NAME = {argument.name: argument for group in GROUPS.values() for argument in group}

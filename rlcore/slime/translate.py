@@ -1,0 +1,285 @@
+"""From a launch line of slime to a configuration."""
+
+import difflib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlcore.config.load import put
+from rlcore.errors import ConfigError
+from rlcore.slime.megatron import OPTIONS
+from rlcore.slime.rules import Argument, Held, Refused, Setting
+from rlcore.slime.table import BY_NAME
+
+PASSED_ON = "sglang-"
+ROUTER = "router-"
+READ: dict[str, Callable[[str], Any]] = {
+    "int": int,
+    "float": float,
+    "str": str,
+    "json": json.loads,
+    "ints": int,
+    "strs": str,
+}
+Tree = dict[str, Any]
+
+
+@dataclass
+class Translation:
+    """What a launch line comes to.
+
+    Attributes:
+        tree: the configuration, as a TOML file would hold it.
+        notes: what is so here anyway, by argument as it was given.
+    """
+
+    tree: Tree = field(default_factory=dict)
+    notes: list[tuple[str, str]] = field(default_factory=list)
+
+
+def translate(tokens: Sequence[str]) -> Translation:
+    """The configuration that a launch line of slime asks for.
+
+    Args:
+        tokens: all that follows `train.py`, as a shell splits it.
+
+    Raises:
+        ConfigError: naming each argument that has no place here, is unknown, or lacks a value.
+    """
+    done = Translation()
+    given: dict[str, Any] = {}
+    wrong: list[str] = []
+    for argument, value, text in read(tokens, wrong):
+        given[argument.name] = value
+        rule = argument.rule
+        if isinstance(rule, Refused):
+            wrong.append(f"{text}: {rule.why}")
+        elif isinstance(rule, Held):
+            if rule.only and value not in rule.only:
+                allowed = " or ".join(map(str, rule.only))
+                wrong.append(f"{text}: only {allowed} is possible: {rule.why}")
+            else:
+                done.notes.append((text, rule.why))
+        elif isinstance(rule, Setting):
+            try:
+                put(done.tree, rule.key.split("."), rule.convert(value))
+            except ConfigError as error:
+                wrong.append(str(error))
+    try:
+        join(given, done)
+    except ConfigError as error:
+        wrong.append(str(error))
+    if wrong:
+        raise ConfigError("\n".join(wrong))
+    return done
+
+
+# --- reading --------------------------------------------------------------------------------------
+
+
+def read(tokens: Sequence[str], wrong: list[str]) -> Iterator[tuple[Argument, Any, str]]:
+    """Each argument with its value and its text; what cannot be read goes to `wrong`."""
+    rest = list(tokens)
+    while rest:
+        head, *rest = rest
+        if not head.startswith("--"):
+            wrong.append(f"{head!r} belongs to no argument")
+            continue
+        name, equals, inline = head.removeprefix("--").partition("=")
+        words = [inline] if equals else []
+        while not equals and rest and not rest[0].startswith("--"):
+            words.append(rest.pop(0))
+        text = " ".join([f"--{name}", *words])
+        argument, value = _argument(name), True
+        if argument is None:
+            wrong.append(f"--{name}: slime has no such argument{_nearest(name)}")
+            continue
+        try:
+            value = _value(argument, name, words)
+        except (ValueError, ConfigError) as error:
+            wrong.append(f"{text}: {error}")
+            continue
+        yield argument, value, text
+
+
+def _argument(name: str) -> Argument | None:
+    known = BY_NAME.get(name) or OPTIONS.get(name)
+    if known is None and name.startswith("no-"):
+        known = BY_NAME.get(name.removeprefix("no-"))
+        return known if known is not None and known.takes == "switch" else None
+    if known is None and name.startswith(PASSED_ON):
+        option = name.removeprefix(PASSED_ON).replace("-", "_")
+        return Argument(name, "strs", Setting(f"sglang.{option}", _scalar))
+    if known is None and name.startswith(ROUTER):
+        return Argument(name, "strs", Refused("requests go to the engines; there is no router"))
+    return known
+
+
+def _value(argument: Argument, name: str, words: list[str]) -> Any:
+    if argument.takes in ("flag", "switch"):
+        if words:
+            raise ConfigError("it takes no value")
+        return not name.startswith("no-")
+    if argument.takes in ("ints", "strs"):
+        return [READ[argument.takes](word) for word in words]
+    if len(words) != 1:
+        raise ConfigError(f"it takes one value, not {len(words)}")
+    return READ[argument.takes](words[0])
+
+
+def _scalar(words: list[str]) -> bool | int | float | str:
+    """The value of an option of SGLang; one without a word is a flag."""
+    if not words:
+        return True
+    if len(words) > 1:
+        raise ConfigError(f"sglang options with several values are not passed on: {words}")
+    for kind in (int, float):
+        try:
+            return kind(words[0])
+        except ValueError:
+            continue
+    return words[0]
+
+
+def _nearest(name: str) -> str:
+    near = difflib.get_close_matches(name, [*BY_NAME, *OPTIONS], n=1)
+    return f"; did you mean --{near[0]}?" if near else ""
+
+
+# --- what several arguments say together ----------------------------------------------------------
+
+
+def join(given: dict[str, Any], done: Translation) -> None:
+    """Settings that need more than one argument, and slime's defaults where ours are others."""
+    for name in ("hf-checkpoint", "prompt-data", "num-rollout", "rollout-batch-size"):
+        if name not in given:
+            raise ConfigError(f"--{name} is missing")
+    if "rollout-max-response-len" not in given:
+        raise ConfigError("--rollout-max-response-len is missing: slime has no default for it")
+    _defaults(given, done)
+    _batches(given, done)
+    _cluster(given, done)
+    _store(given, done)
+    _algorithm(given, done)
+    _evaluation(given, done)
+
+
+def _set(done: Translation, key: str, value: Any) -> None:
+    put(done.tree, key.split("."), value)
+
+
+def _defaults(given: dict[str, Any], done: Translation) -> None:
+    legacy = given.get("train-backend") == "fsdp"
+    if not legacy:
+        done.notes.append(
+            ("--train-backend megatron", "it does not exist yet; FSDP2 trains, from the same model")
+        )
+    for name, key, value in (
+        ("input-key", "data.input_key", "input"),
+        ("rollout-shuffle", "data.shuffle", False),
+        ("rollout-seed", "run.seed", 42),
+        ("n-samples-per-prompt", "rollout.n_samples_per_prompt", 1),
+        ("lr", "train.lr", 2e-5 if legacy else 1e-6),
+        ("lr-decay-style", "train.lr_schedule", "constant" if legacy else "linear"),
+        ("weight-decay", "train.weight_decay", 0.0 if legacy else 0.01),
+        ("adam-beta2", "train.adam_beta2", 0.95 if legacy else 0.999),
+    ):
+        if name not in given:
+            _set(done, key, value)
+    _set(done, "rollout.engine", "sglang")
+    _set(done, "train.backend", "fsdp")
+    _set(done, "train.precision", "bfloat16")
+    transport = given.get("update-weight-transport", "nccl")
+    if transport not in ("nccl", "disk"):
+        raise ConfigError(f"--update-weight-transport {transport}: nccl or disk")
+    _set(done, "weights.transport", "disk" if transport == "disk" else "tensor")
+
+
+def _batches(given: dict[str, Any], done: Translation) -> None:
+    made = given["rollout-batch-size"] * given.get("n-samples-per-prompt", 1)
+    steps, size = given.get("num-steps-per-rollout"), given.get("global-batch-size")
+    if size is None:
+        size = made // (steps or 1)
+    if steps is None:
+        steps = max(1, made // size) if size else 1
+    _set(done, "train.global_batch_size", size)
+    _set(done, "train.num_steps_per_rollout", steps)
+    if (begun := given.get("over-sampling-batch-size")) is not None:
+        _set(done, "rollout.over_sampling_batch_size", begun)
+    share = given.get("lr-warmup-fraction", given.get("warmup-ratio"))
+    if share is not None and "lr-warmup-iters" not in given:
+        _set(done, "train.lr_warmup_steps", round(share * given["num-rollout"] * steps))
+
+
+def _cluster(given: dict[str, Any], done: Translation) -> None:
+    trainers = given.get("actor-num-nodes", 1) * given.get("actor-num-gpus-per-node", 8)
+    if "actor-num-gpus-per-node" not in given:
+        _set(done, "cluster.actor_num_gpus_per_node", 8)
+    engines = given.get("rollout-num-gpus")
+    if given.get("colocate"):
+        _set(done, "cluster.colocate", True)
+        engines = engines or trainers
+    if engines is None:
+        raise ConfigError("--rollout-num-gpus is missing: without --colocate it has no default")
+    _set(done, "cluster.rollout_num_gpus", engines)
+
+
+def _store(given: dict[str, Any], done: Translation) -> None:
+    load, save = (str(given.get(name, "")).rstrip("/") for name in ("load", "save"))
+    if load and load not in (save, str(given["hf-checkpoint"]).rstrip("/")):
+        raise ConfigError(
+            f"--load {load}: a checkpoint of slime is not read; give the folder of --save, from "
+            "which a run goes on by itself, or leave it out"
+        )
+    if save:
+        _set(done, "storage.root", save)
+
+
+def _algorithm(given: dict[str, Any], done: Translation) -> None:
+    estimator = given.get("advantage-estimator", "grpo")
+    if estimator != "grpo":
+        raise ConfigError(f"--advantage-estimator {estimator}: there is grpo alone yet")
+    low = given.get("eps-clip", 0.2)
+    _set(done, "algorithm.clip_low", low)
+    _set(done, "algorithm.clip_high", given.get("eps-clip-high", low))
+    if given.get("n-samples-per-prompt", 1) == 1:
+        raise ConfigError("--n-samples-per-prompt 1: grpo needs two samples of a prompt, or more")
+    whole = given.get("calculate-per-token-loss", False)
+    _set(done, "algorithm.loss_aggregation", "token_mean" if whole else "sequence_mean")
+    if given.get("use-kl-loss"):
+        for name, key, value in (
+            ("kl-loss-type", "algorithm.kl_loss_type", "k1"),
+            ("kl-loss-coef", "algorithm.kl_loss_coef", 0.0),
+        ):
+            if name not in given:
+                _set(done, key, value)
+
+
+def _evaluation(given: dict[str, Any], done: Translation) -> None:
+    pairs: list[str] = given.get("eval-prompt-data", [])
+    if len(pairs) == 1:
+        pairs = ["aime", *pairs]
+    if len(pairs) % 2:
+        raise ConfigError(
+            f"--eval-prompt-data {' '.join(pairs)}: it takes pairs of a name and a path"
+        )
+    if "eval-interval" in given:
+        if not pairs:
+            raise ConfigError("--eval-interval needs --eval-prompt-data")
+        _set(done, "eval.eval_interval", given["eval-interval"])
+    datasets = [
+        {
+            "name": name,
+            "path": path,
+            "n_samples_per_eval_prompt": given.get("n-samples-per-eval-prompt", 1),
+            "temperature": given.get("eval-temperature", given.get("rollout-temperature", 1.0)),
+            "top_p": given.get("eval-top-p", given.get("rollout-top-p", 1.0)),
+            "max_response_len": given.get(
+                "eval-max-response-len", given["rollout-max-response-len"]
+            ),
+        }
+        for name, path in zip(pairs[::2], pairs[1::2], strict=True)
+    ]
+    if datasets:
+        _set(done, "eval.datasets", datasets)

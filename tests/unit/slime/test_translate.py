@@ -1,0 +1,186 @@
+"""Launch lines of slime: every argument becomes something, and what it becomes is right."""
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows.commands.slime import lines
+from rlcore.config import RunConfig, build_config, load_config
+from rlcore.config.load import resolve_paths
+from rlcore.errors import ConfigError
+from rlcore.slime.megatron import OPTIONS
+from rlcore.slime.rules import Joined, Setting
+from rlcore.slime.table import BY_NAME, GROUPS
+from rlcore.slime.translate import translate
+
+NAMES = Path(__file__).with_name("arguments.txt").read_text().split()
+SHORTEST = (
+    "--hf-checkpoint /m --prompt-data /p.jsonl --num-rollout 7 --rollout-batch-size 4 "
+    "--n-samples-per-prompt 8 --rollout-max-response-len 64 --custom-rm-path rm.py:f "
+    "--rollout-num-gpus 2"
+)
+QWEN3 = (
+    "--swiglu --num-layers 36 --hidden-size 2560 --ffn-hidden-size 9728 --num-attention-heads 32 "
+    "--group-query-attention --num-query-groups 8 --use-rotary-position-embeddings "
+    "--disable-bias-linear --normalization RMSNorm --norm-epsilon 1e-6 --rotary-base 1000000 "
+    "--vocab-size 151936 --kv-channels 128 --qk-layernorm"
+)
+PERFORMANCE = (
+    "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 1 "
+    "--context-parallel-size 1 --expert-model-parallel-size 1 --expert-tensor-parallel-size 1 "
+    "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
+    "--use-dynamic-batch-size --max-tokens-per-gpu 9216 --attention-dropout 0.0 "
+    "--hidden-dropout 0.0 --accumulate-allreduce-grads-in-fp32 --attention-softmax-in-fp32 "
+    "--attention-backend flash"
+)
+
+
+def config_of(line: str) -> RunConfig:
+    tree = translate(shlex.split(line)).tree
+    return build_config(resolve_paths(tree, RunConfig, Path("/somewhere")))
+
+
+def refusals(line: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        translate(shlex.split(line))
+    return str(caught.value)
+
+
+def test_every_argument_of_slime_has_its_place_and_no_other_has() -> None:
+    assert set(NAMES) - set(BY_NAME) == set()
+    assert set(BY_NAME) - set(NAMES) == {"bf16"}
+    assert len(BY_NAME) == sum(len(group) for group in GROUPS.values())
+    assert set(BY_NAME) & set(OPTIONS) == set()
+
+
+def test_settings_that_arguments_become_exist() -> None:
+    for argument in BY_NAME.values():
+        keys = [argument.rule.key] if isinstance(argument.rule, Setting) else []
+        keys += argument.rule.keys.split() if isinstance(argument.rule, Joined) else []
+        for key in keys:
+            section, *rest = key.split(".")
+            model: Any = RunConfig.model_fields[section].annotation
+            if rest[0] == "datasets" and rest[1:]:
+                model, rest = model.model_fields["datasets"].annotation.__args__[0], rest[1:]
+            assert rest[0] in model.model_fields, (argument.name, key)
+
+
+def test_a_synchronous_colocated_run() -> None:
+    config = config_of(
+        f"--actor-num-nodes 1 --actor-num-gpus-per-node 8 --colocate {QWEN3} "
+        "--hf-checkpoint /root/Qwen3-4B --ref-load /root/Qwen3-4B_torch_dist "
+        "--load /root/out/ --save /root/out --save-interval 20 "
+        "--prompt-data /root/dapo.jsonl@[0:100] --input-key prompt --label-key label "
+        "--apply-chat-template --rollout-shuffle --custom-rm-path my.rm.reward --reward-key score "
+        "--num-rollout 3000 --rollout-batch-size 32 --n-samples-per-prompt 8 "
+        "--rollout-max-response-len 8192 --rollout-temperature 0.8 --num-steps-per-rollout 2 "
+        "--balance-data --eval-interval 20 --eval-prompt-data aime /root/aime.jsonl "
+        "amc /root/amc.jsonl --n-samples-per-eval-prompt 16 --eval-max-response-len 16384 "
+        f"--eval-top-p 0.7 {PERFORMANCE} --advantage-estimator grpo --use-kl-loss "
+        "--kl-loss-coef 0.01 --kl-loss-type low_var_kl --entropy-coef 0.00 --eps-clip 0.2 "
+        "--eps-clip-high 0.28 --optimizer adam --lr 1e-6 --lr-decay-style constant "
+        "--weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.98 --rollout-num-gpus-per-engine 2 "
+        "--sglang-mem-fraction-static 0.7 --sglang-cuda-graph-max-bs 16 --sglang-enable-metrics"
+    )
+    assert (config.model.path, config.storage.root) == ("/root/Qwen3-4B", "/root/out")
+    assert config.data.model_dump() | {"label_key": "label"} == config.data.model_dump()
+    assert (config.data.path, config.data.input_key) == ("/root/dapo.jsonl@[0:100]", "prompt")
+    assert (config.data.shuffle, config.data.apply_chat_template) == (True, True)
+    assert (config.run.seed, config.reward.reward_key) == (42, "score")
+    assert (config.train.global_batch_size, config.train.num_steps_per_rollout) == (128, 2)
+    assert (config.train.precision, config.train.adam_beta2) == ("bfloat16", 0.98)
+    assert (config.train.max_tokens_per_gpu, config.train.weight_decay) == (9216, 0.1)
+    assert (config.cluster.colocate, config.num_engines, config.world_size) == (True, 4, 8)
+    assert (config.algorithm.clip_low, config.algorithm.clip_high) == (0.2, 0.28)
+    assert (config.algorithm.kl_loss_type, config.algorithm.kl_loss_coef) == ("low_var_kl", 0.01)
+    assert config.algorithm.loss_aggregation == "sequence_mean"
+    first, second = config.eval.datasets
+    assert (first.name, second.path) == ("aime", "/root/amc.jsonl")
+    assert (first.n_samples_per_eval_prompt, first.max_response_len) == (16, 16384)
+    assert (first.temperature, first.top_p) == (0.8, 0.7)
+    assert config.sglang == {
+        "mem_fraction_static": 0.7,
+        "cuda_graph_max_bs": 16,
+        "enable_metrics": True,
+    }
+    assert (config.rollout.engine, config.weights.transport) == ("sglang", "tensor")
+
+
+def test_a_disaggregated_run_with_dynamic_sampling_and_partial_rollouts() -> None:
+    config = config_of(
+        f"{SHORTEST} --actor-num-nodes 2 --actor-num-gpus-per-node 4 --rollout-num-gpus 8 "
+        "--over-sampling-batch-size 16 --partial-rollout --mask-offpolicy-in-partial-rollout "
+        "--dynamic-sampling-filter-path slime.rollout.filter_hub.dynamic_sampling_filters."
+        "check_reward_nonzero_std --update-weight-transport disk "
+        "--update-weight-disk-dir /shared --calculate-per-token-loss"
+    )
+    assert (config.world_size, config.num_engines, config.cluster.colocate) == (8, 8, False)
+    assert (config.rollout.over_sampling_batch_size, config.rollout.partial_rollout) == (16, True)
+    assert config.rollout.mask_offpolicy_in_partial_rollout
+    assert config.filter.dynamic_sampling_filter_path == "nonzero_std"
+    assert config.weights.transport == "disk"
+    assert config.algorithm.loss_aggregation == "token_mean"
+
+
+def test_the_legacy_fsdp_trainer_keeps_its_defaults() -> None:
+    config = config_of(
+        f"{SHORTEST} --train-backend fsdp --gradient-checkpointing --attn-implementation "
+        "flash_attention_3 --warmup-ratio 0.5"
+    )
+    assert (config.train.lr, config.train.adam_beta2) == (2e-5, 0.95)
+    assert (config.train.lr_schedule, config.train.lr_warmup_steps) == ("constant", 4)
+    assert config.train.gradient_checkpointing
+
+
+def test_what_slime_defaults_to_is_said_where_ours_is_another() -> None:
+    config = config_of(SHORTEST)
+    assert (config.data.input_key, config.data.shuffle) == ("input", False)
+    assert (config.train.lr_schedule, config.train.weight_decay) == ("linear", 0.01)
+    assert config.cluster.actor_num_gpus_per_node == 8
+    assert config_of(f"{SHORTEST} --eps-clip 0.3").algorithm.clip_high == 0.3
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ("--use-tis", "--use-tis: there is no importance sampling"),
+        ("--rollout-functon-path x", "did you mean --rollout-function-path?"),
+        ("--rollout-function-path my.rollout", "only slime.rollout.sglang_rollout"),
+        ("--entropy-coef 0.01", "--entropy-coef 0.01: only 0.0 is possible"),
+        ("--lr much", "--lr much: could not convert"),
+        ("--lr 1 2", "it takes one value, not 2"),
+        ("--colocate yes", "--colocate yes: it takes no value"),
+        ("--lr-decay-style wsd", "train.lr_schedule has constant, linear, cosine"),
+        ("--load /elsewhere", "a checkpoint of slime is not read"),
+        ("--advantage-estimator ppo", "grpo alone"),
+        ("--eval-prompt-data a b c", "pairs of a name and a path"),
+        ("--no-offload-train", "--no-offload-train: trainer and engines keep their memory"),
+        ("--router-policy x", "there is no router"),
+        ("--offload", "keep their memory"),
+        ("--apply-chat-template-kwargs [1]", "[1] is no JSON object"),
+    ],
+)
+def test_what_has_no_place_is_refused_with_the_nearest_thing(more: str, said: str) -> None:
+    assert said in refusals(f"{SHORTEST} {more}")
+
+
+def test_all_refusals_are_told_at_once() -> None:
+    told = refusals("--use-tis --use-opsm stray --foo").splitlines()
+    assert [line.split(":")[0] for line in told[:2]] == ["--use-tis", "--use-opsm stray"]
+    assert len(told) == 4
+
+
+def test_the_printed_file_is_that_configuration(tmp_path: Path) -> None:
+    (tmp_path / "t.jsonl").touch()
+    line = (
+        f"{SHORTEST} --eval-interval 2 --eval-prompt-data a /e.jsonl b /f.jsonl --rollout-stop "
+        "'\"quoted\"' '\n' --sglang-context-length 99"
+    )
+    done = translate(shlex.split(line))
+    text = "\n".join(lines(done))
+    (tmp_path / "run.toml").write_text(text)
+    expected = build_config(resolve_paths(done.tree, RunConfig, tmp_path))
+    assert load_config(tmp_path / "run.toml") == expected
+    assert "# --train-backend megatron: it does not exist yet" in text

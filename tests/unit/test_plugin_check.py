@@ -1,0 +1,127 @@
+"""`check_plugin`: good functions of every kind pass, and each breach of a contract is named."""
+
+from pathlib import Path
+
+import pytest
+
+from flows.commands.check_plugin import check, quickstart_model
+from flows.exit_codes import DONE, FAILED
+from rlcore.errors import PluginError
+from rlcore.plugin_check import Finding, check_plugin, kind_of
+from rlcore.plugins import Kind
+
+
+def wrong(found: list[Finding]) -> dict[str, str]:
+    return {one.what: one.problem for one in found if one.problem}
+
+
+def tried(folder: Path, body: str, kind: Kind, **options: object) -> dict[str, str]:
+    file = folder / "mine.py"
+    file.write_text(f"import random, time\n{body}")
+    return wrong(check_plugin(f"{file}:f", kind, **options))  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return quickstart_model(tmp_path_factory.mktemp("model") / "made")
+
+
+@pytest.mark.parametrize(
+    ("head", "kind"),
+    [
+        ("def f(args, sample, **kwargs): ...", "reward"),
+        ("async def f(args, sample, sampling_params, evaluation=False): ...", "generate"),
+        ("def f(folder, seed): ...", "build"),
+    ],
+)
+def test_parameters_tell_what_a_function_is_for(tmp_path: Path, head: str, kind: str) -> None:
+    (tmp_path / "m.py").write_text(head)
+    assert kind_of(f"{tmp_path}/m.py:f") == kind
+
+
+def test_parameters_that_do_not_tell_are_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "m.py").write_text("def f(args, samples): ...\ndef g(x): ...")
+    with pytest.raises(PluginError, match=r"--kind: batched_reward, filter$"):
+        kind_of(f"{tmp_path}/m.py:f")
+    with pytest.raises(PluginError, match=r"--kind: generate, reward"):
+        kind_of(f"{tmp_path}/m.py:g")
+
+
+def test_a_reward_function(tmp_path: Path) -> None:
+    good = "def f(args, sample, **kwargs): return float(str(sample.label) in sample.response)"
+    assert tried(tmp_path, good, "reward") == {}
+    strict = "def f(args, sample): return float(sample.response.endswith(sample.label))"
+    found = tried(tmp_path, strict, "reward")
+    assert set(found) == {"a label that is a number", "no label"}
+    assert "TypeError" in found["no label"]
+    dice = "def f(args, sample): return random.random()"
+    assert set(tried(tmp_path, dice, "reward")) == {"the same again"}
+    keyed = "def f(args, sample): return {'score': 1}"
+    assert len(tried(tmp_path, keyed, "reward")) == 8
+    assert tried(tmp_path, keyed, "reward", reward_key="score") == {}
+
+
+def test_a_batched_reward_function(tmp_path: Path) -> None:
+    good = "def f(args, samples): return [len(s.response) for s in samples]"
+    assert tried(tmp_path, good, "batched_reward") == {}
+    one = "def f(args, samples): return [1.0]"
+    assert len(tried(tmp_path, one, "batched_reward")) == 8
+
+
+def test_a_filter(tmp_path: Path) -> None:
+    good = "def f(args, samples): return len({s.reward for s in samples}) > 1, 'equal'"
+    assert tried(tmp_path, good, "filter") == {}
+    four = "def f(args, samples): return sum(s.reward for s in samples) / samples[3].reward > 0"
+    assert set(tried(tmp_path, four, "filter")) == {
+        "a group with both rewards",
+        "a group that is never right",
+        "a group of two, where others failed",
+    }
+    assert "return a bool" in str(tried(tmp_path, "def f(args, samples): return 1", "filter"))
+
+
+def test_a_build_function(tmp_path: Path) -> None:
+    good = (
+        "def f(folder, seed):\n"
+        "    (folder / 'config.json').write_text('{}')\n"
+        "    (folder / 'm.safetensors').write_text(str(seed))\n"
+    )
+    assert tried(tmp_path, good, "build") == {}
+    found = tried(tmp_path, good.replace("str(seed)", "str(time.time_ns())"), "build")
+    assert found == {"the same again": "other bytes from the same seed in m.safetensors"}
+    lacking = good.replace("config.json", "x.json")
+    assert tried(tmp_path, lacking, "build") == {"a model folder": "it wrote no config.json"}
+    raising = "def f(folder, seed): 1 / 0"
+    assert "ZeroDivisionError" in tried(tmp_path, raising, "build")["a model folder"]
+
+
+GENERATE = (
+    "from rlcore.rollout.generate import apply_result\n"
+    "async def f(args, sample, sampling_params):\n"
+    "    apply_result(sample, await args.generate(sample.tokens, sampling_params))\n"
+    "    return sample\n"
+)
+
+
+def test_a_generate_function(tmp_path: Path, model: Path) -> None:
+    assert tried(tmp_path, GENERATE, "generate", model=model) == {}
+    seedless = GENERATE.replace("sampling_params))", "sampling_params | {'sampling_seed': None}))")
+    found = tried(tmp_path, seedless, "generate", model=model)
+    assert set(found) == {"the same again"} and "sampling_params" in found["the same again"]
+    forgotten = "async def f(args, sample, sampling_params): return sample"
+    assert "status pending" in tried(tmp_path, forgotten, "generate", model=model)["two samples"]
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "m.py").write_text("def f(args, sample): return len(sample.label)\n")
+    spec, options = f"{tmp_path}/m.py:f", {"reward_key": None, "model": None}
+    assert check(spec, None, as_json=False, **options) == FAILED  # type: ignore[arg-type]
+    printed = capsys.readouterr().out
+    assert "ok     a right answer\n" in printed
+    assert "wrong  no label: it raised TypeError" in printed
+    (tmp_path / "g.py").write_text(GENERATE)
+    generate = f"{tmp_path}/g.py:f"
+    assert check(generate, None, as_json=True, **options) == DONE  # type: ignore[arg-type]
+    assert '"kind": "generate"' in capsys.readouterr().out
+    with pytest.raises(PluginError, match="--kind nonsense: it is one of generate, reward"):
+        check(spec, "nonsense", as_json=False, **options)  # type: ignore[arg-type]
