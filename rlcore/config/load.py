@@ -150,7 +150,7 @@ def resolve_paths(tree: Tree, section: type[BaseModel] | None, folder: Path) -> 
 
 
 def _absolute(value: str, kind: str, folder: Path) -> str:
-    if not value or "://" in value:
+    if not value or "://" in value or kind == "url":
         return value
     if kind == "function":
         file, colon, function = value.rpartition(":")

@@ -10,13 +10,16 @@ from rlcore.config.section import FunctionPath, PositiveInt, Section
 from rlcore.errors import PluginError
 from rlcore.rollout.rewards.builtin import BOXED, BUILTINS, split_name
 
+Url = Annotated[str, Field(json_schema_extra={"sluice_path": "url"})]
+"""Address of a server. As of a path, its last name alone is part of a digest: a server may move."""
+
 
 class JudgeConfig(Section):
     """The language model that scores, where reward.rm_type is `judge`."""
 
     model_config = ConfigDict(title="judge")
 
-    url: Annotated[str, Field(pattern=r"^https?://")]
+    url: Annotated[Url, Field(pattern=r"^https?://")]
     """Address of its chat API without `/chat/completions`, such as `http://127.0.0.1:8000/v1`."""
     model: Annotated[str, Field(min_length=1)]
     """Name of the model, as the server knows it."""
@@ -72,7 +75,7 @@ class RewardConfig(Section):
     """The function takes a list of samples and returns a list of rewards."""
     reward_key: str | None = None
     """Key of the reward to train on, where the function returns a dict; built-in types know it."""
-    rm_url: Annotated[str, Field(pattern=r"^(https?://.+)?$")] = ""
+    rm_url: Annotated[Url, Field(pattern=r"^(https?://.+)?$")] = ""
     """Address that `remote_rm` sends prompt, response and label to."""
     judge: JudgeConfig | None = None
     """The language model that scores, where rm_type is `judge`."""
