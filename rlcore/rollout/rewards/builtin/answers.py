@@ -36,6 +36,7 @@ MAX_ITEMS = 60
 MAX_NESTING = 6
 MAX_SIDES = 4
 ORDERED = frozenset(["()", "[]", "(]", "[)"])
+_EMPTY = values.atom("empty")
 _COMMA = re.compile(r"\s*[,;]\s*")
 _OR = re.compile(
     rf"\s*(?:{OPEN}\s*(?:or|and|,\s*and|,\s*or)\s*{CLOSE}|(?<![A-Za-z])(?:or|and)"
@@ -292,10 +293,11 @@ def _compare(answer: Answer, label: Answer) -> bool:
         return _same_quantity(answer, label)
     if isinstance(answer, Words) and isinstance(label, Words):
         return _same_words(answer.text, label.text)
+    # A set of one is that one, unless it is the empty set.
     if isinstance(answer, Group) and isinstance(label, Quantity):
-        return _is_one(answer) and _same(answer.items[0], label)
+        return _is_one(answer) and label.value != _EMPTY and _same(answer.items[0], label)
     if isinstance(answer, Quantity) and isinstance(label, Group):
-        return _is_one(label) and _same(answer, label.items[0])
+        return _is_one(label) and answer.value != _EMPTY and _same(answer, label.items[0])
     return False
 
 
@@ -305,7 +307,9 @@ def _is_one(group: Group) -> bool:
 
 def _same_words(answer: str, label: str) -> bool:
     if any(char.isdigit() or char in "\\^_+=*/<>" for char in answer + label):
-        return squeezed(answer) == squeezed(label)
+        left, right = squeezed(answer), squeezed(label)
+        # "3:30 PM" is no formula; in one, case counts.
+        return left == right or ("\\" not in left and left.lower() == right.lower())
     return as_words(answer) == as_words(label) != ""
 
 

@@ -238,7 +238,7 @@ class _Reader:
             return atom(values.IMAGINARY)
         if name == "e":
             return atom("c:e")
-        if self.peek() == "(" and name in "fghFGP":
+        if self.peek() == "(" and name in "fg":
             self._at += 1
             return values.call(name, self._closed(")"))
         return atom(f"v:{name}")

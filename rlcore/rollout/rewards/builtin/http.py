@@ -10,6 +10,7 @@ Invariants:
 import asyncio
 import json
 import random
+import time
 from typing import Any
 
 from rlcore.rollout.rewards.protocol import NoRewardError
@@ -28,6 +29,7 @@ async def post(
     *,
     retries: int,
     timeout_s: float,
+    within_s: float,
     headers: dict[str, str] | None = None,
 ) -> Any:
     """The JSON that a server answers to a JSON body.
@@ -37,6 +39,7 @@ async def post(
         body: what to send.
         retries: how often a request that failed is sent again.
         timeout_s: seconds that one request may take.
+        within_s: seconds that all of them may take: none is sent that would begin later.
         headers: of the request.
 
     Raises:
@@ -46,7 +49,9 @@ async def post(
 
     client, content = _client(), json.dumps(body, default=str).encode()
     head = {"content-type": "application/json"} | (headers or {})
+    began, tries = time.monotonic(), 0
     for attempt in range(retries + 1):
+        tries += 1
         wait = min(FIRST_PAUSE_S * 2**attempt, LONGEST_PAUSE_S) * random.uniform(0.5, 1.5)
         try:
             answer = await client.post(url, content=content, headers=head, timeout=timeout_s)
@@ -59,9 +64,10 @@ async def post(
             if answer.status_code not in AGAIN:
                 raise NoRewardError(failure)
             wait = _asked_wait(answer.headers.get("retry-after"), wait)
-        if attempt < retries:
-            await asyncio.sleep(wait)
-    raise NoRewardError(f"{failure} ({retries + 1} tries)" if retries else failure)
+        if attempt == retries or time.monotonic() - began + wait > within_s:
+            break
+        await asyncio.sleep(wait)
+    raise NoRewardError(f"{failure} ({tries} tries)" if tries > 1 else failure)
 
 
 def _client() -> Any:

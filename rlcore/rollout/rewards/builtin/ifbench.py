@@ -53,7 +53,7 @@ def load_ifbench() -> Any:
         return importlib.import_module("evaluation_lib")
     except ImportError as error:
         raise PluginError(
-            f"reward.rm_type = 'ifbench' needs IFBench, which cannot be imported ({error}): clone "
+            f"it needs IFBench, which cannot be imported ({error}): clone "
             "https://github.com/allenai/IFBench, install its requirements.txt, and put its folder "
             "on PYTHONPATH"
         ) from None

@@ -65,6 +65,7 @@ async def judge(args: Any, sample: Sample) -> dict[str, Any]:
         body,
         retries=args.retries,
         timeout_s=args.request_timeout_s or args.timeout_s,
+        within_s=args.timeout_s,
         headers={"authorization": f"Bearer {key}"} if key else None,
     )
     text = _said(answer)

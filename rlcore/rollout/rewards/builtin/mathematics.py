@@ -92,9 +92,8 @@ def load_math_verify() -> Any:
         return importlib.import_module("math_verify")
     except ImportError as error:
         raise PluginError(
-            f"reward.rm_type = 'math_verify' needs a package that is not installed ({error}): "
-            "pip install 'math-verify[antlr4_13_2]', or use reward.rm_type = 'math', which needs "
-            "none"
+            f"it needs the package math-verify, which cannot be imported ({error}): pip install "
+            "'math-verify[antlr4_13_2]', or use reward.rm_type = 'math', which needs no package"
         ) from None
 
 

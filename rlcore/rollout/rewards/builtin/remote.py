@@ -23,5 +23,10 @@ async def remote_rm(args: Any, sample: Sample) -> Any:
         "label": sample.label,
         "metadata": sample.metadata,
     }
-    timeout_s = args.request_timeout_s or args.timeout_s
-    return await post(args.rm_url, body, retries=args.retries, timeout_s=timeout_s)
+    return await post(
+        args.rm_url,
+        body,
+        retries=args.retries,
+        timeout_s=args.request_timeout_s or args.timeout_s,
+        within_s=args.timeout_s,
+    )

@@ -163,9 +163,9 @@ def squeezed(text: str) -> str:
 
 
 def as_words(text: str) -> str:
-    """A text as lower-case words, without signs between them."""
-    found = re.findall(r"[^\W\d_]+|\d+", text.lower())
-    return " ".join(w for w in found if w not in ("the", "a", "an"))
+    """A text as lower-case words, without signs between them and the article before them."""
+    words = " ".join(re.findall(r"[^\W\d_]+|\d+", text.lower()))
+    return re.sub(r"^(?:the|an?) ", "", words)
 
 
 def split_top(text: str, separators: re.Pattern[str]) -> list[str]:

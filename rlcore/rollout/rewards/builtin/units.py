@@ -94,10 +94,14 @@ LARGE = {
 POWERS = {"square": 2, "sq": 2, "squared": 2, "cubic": 3, "cu": 3, "cubed": 3}
 _OTHERS = """
     half third quarter plus minus times over divided by point root and or to not no e pi than if
-    for none undefined infinity infinite impossible factorial base mod modulo
+    for none undefined infinity infinite impossible factorial base mod modulo more less fewer
+    zero one two three four five six seven eight nine ten halves score gross remainder
 """
+_PARTS = "third fourth fifth sixth seventh eighth ninth tenth hundredth thousandth millionth"
 MAX_WORDS = 16
-NO_NOUNS = frozenset(_OTHERS.split())
+NO_NOUNS = frozenset(
+    [*_OTHERS.split(), *_PARTS.split(), *(f"{part}s" for part in [*_PARTS.split(), "quarter"])]
+)
 """Words behind a number that make it another number, or no number: never dropped."""
 
 
