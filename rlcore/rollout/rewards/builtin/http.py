@@ -13,6 +13,8 @@ import random
 import time
 from typing import Any
 
+import httpx
+
 from rlcore.rollout.rewards.protocol import NoRewardError
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
@@ -20,7 +22,7 @@ AGAIN = frozenset([408, 425, 429, 500, 502, 503, 504])
 SHOWN = 200
 """Characters of a server's answer that an error shows."""
 
-_clients: dict[asyncio.AbstractEventLoop, Any] = {}
+_clients: dict[asyncio.AbstractEventLoop, httpx.AsyncClient] = {}
 
 
 async def post(
@@ -45,8 +47,6 @@ async def post(
     Raises:
         NoRewardError: no request had an answer that is JSON.
     """
-    import httpx
-
     client, content = _client(), json.dumps(body, default=str).encode()
     head = {"content-type": "application/json"} | (headers or {})
     began, tries = time.monotonic(), 0
@@ -70,10 +70,8 @@ async def post(
     raise NoRewardError(f"{failure} ({tries} tries)" if tries > 1 else failure)
 
 
-def _client() -> Any:
+def _client() -> httpx.AsyncClient:
     """One client an event loop, so that connections are used again."""
-    import httpx
-
     loop = asyncio.get_running_loop()
     if loop not in _clients:
         for old in [known for known in _clients if known.is_closed()]:
@@ -84,7 +82,7 @@ def _client() -> Any:
     return _clients[loop]
 
 
-def _json(url: str, answer: Any) -> Any:
+def _json(url: str, answer: httpx.Response) -> Any:
     try:
         return answer.json()
     except ValueError:
