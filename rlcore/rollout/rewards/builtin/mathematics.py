@@ -5,6 +5,7 @@ examples of it.
 """
 
 import importlib
+import logging
 import re
 from functools import lru_cache
 from typing import Any
@@ -88,6 +89,8 @@ def load_math_verify() -> Any:
     Raises:
         PluginError: it is not installed.
     """
+    # It warns at each call that it is without its time limits.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
     try:
         return importlib.import_module("math_verify")
     except ImportError as error:
