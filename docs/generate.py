@@ -16,7 +16,8 @@ import pyarrow as pa
 
 from rlcore.config import EvalDataset, RunConfig
 from rlcore.config.digest import NOT_COMPUTED
-from rlcore.config.tree import Section
+from rlcore.config.reward import JudgeConfig
+from rlcore.config.section import Section
 from rlcore.slime.megatron import OPTIONS
 from rlcore.slime.table import GROUPS
 from rlcore.store.schema import SAMPLES, SCORES, SELECTION
@@ -34,6 +35,9 @@ def settings() -> str:
         parts.append(f"### `[{name}]`\n\n{field.description}")
         if isinstance(section, type) and issubclass(section, Section):
             parts.append(section_table(section, all_free=name in NOT_COMPUTED))
+        if name == "reward":
+            parts.append("### `[reward.judge]`\n\nThe language model that scores.")
+            parts.append(section_table(JudgeConfig, all_free=False))
         if name == "eval":
             parts.append("### `[[eval.datasets]]`\n\nOne held-out data set.")
             parts.append(section_table(EvalDataset, all_free=False))

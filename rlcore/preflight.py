@@ -25,6 +25,7 @@ from rlcore.observe.trackers import check_trackers
 from rlcore.opening import check_same, open_store
 from rlcore.plugins import check_signature, load_checked, load_function
 from rlcore.rollout import rewards
+from rlcore.rollout.rewards.dispatch import function_name
 from rlcore.sample import Sample, Status
 from rlcore.sources import check_sources, sources_of
 from rlcore.store.lease import held_by, is_doubtful, is_held, read_lease
@@ -167,7 +168,7 @@ def check_reward(config: RunConfig) -> None:
     try:
         rewards.try_reward(config.reward, sample)
     except RewardError as error:
+        name = function_name(config.reward.custom_rm_path, config.reward.rm_type)
         raise PluginError(
-            f"reward.custom_rm_path = {config.reward.custom_rm_path!r} failed its trial "
-            f"on an empty response to the first prompt: {error}"
+            f"{name} failed its trial on an empty response to the first prompt: {error}"
         ) from None

@@ -66,7 +66,7 @@ def rerun(
         if stage != "reward":
             raise ConfigError("--reward goes with --stage reward")
         # As TOML text: a path may hold anything.
-        sets = [*sets, f"reward.custom_rm_path={json.dumps(reward)}"]
+        sets = [*sets, f"reward.custom_rm_path={json.dumps(reward)}", 'reward.rm_type=""']
     plan, config = _plan(root, run_id, iteration, name, sets, stage)
     if stage == "train":
         return _rerun_train(plan, config, iteration, as_json=as_json)

@@ -186,10 +186,10 @@ def absolute(value: str, kind: str, folder: Path) -> str:
 
     Args:
         value: as it was given.
-        kind: `file` or `function`.
+        kind: `file`, `function` or `url`.
         folder: what it is relative to.
     """
-    if not value or "://" in value:
+    if not value or "://" in value or kind == "url":
         return value
     if kind == "function":
         file, colon, function = value.rpartition(":")

@@ -14,30 +14,20 @@ Invariants:
 # pydantic copies defaults, which ruff does not know of a section's base in another file.
 # ruff: noqa: RUF012
 
-import re
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 from pydantic import ConfigDict, Field, model_validator
 
 from rlcore.config.algorithm import AlgorithmConfig as AlgorithmConfig
+from rlcore.config.reward import JudgeConfig as JudgeConfig
+from rlcore.config.reward import RewardConfig as RewardConfig
+from rlcore.config.secrets import names_a_secret
 from rlcore.config.section import FilePath as FilePath
 from rlcore.config.section import FunctionPath as FunctionPath
 from rlcore.config.section import PositiveInt as PositiveInt
 from rlcore.config.section import Scalar as Scalar
 from rlcore.config.section import Section as Section
-
-SECRET_WORDS = frozenset(
-    {"key", "secret", "token", "password", "passwd", "credential", "credentials", "sig"}
-)
-
-
-def _names_a_secret(name: str) -> bool:
-    """Whether a free argument of that name holds a secret, as `key`, `aws_session_token` do."""
-    words = [word for word in re.split(r"[^a-z]+", name.lower()) if word]
-    if words[-2:] == ["connection", "string"]:
-        return True
-    return bool(words) and (words[-1] in SECRET_WORDS or "secret" in words or "password" in words)
 
 
 class RunSection(Section):
@@ -206,25 +196,6 @@ class RolloutConfig(Section):
         return self
 
 
-class RewardConfig(Section):
-    """How responses are scored."""
-
-    OPERATIONAL = frozenset({"workers"})
-
-    custom_rm_path: Annotated[FunctionPath, Field(min_length=1)]
-    """A function `reward(args, sample, **kwargs) -> float | dict`; a list of them if batched."""
-    batched: bool = False
-    """The function takes a list of samples and returns a list of rewards."""
-    reward_key: str | None = None
-    """Key of the reward to train on, where the function returns a dict."""
-    timeout_s: Annotated[float, Field(gt=0)] = 30.0
-    """Seconds the function may take for one call; a sample over it is marked failed."""
-    workers: PositiveInt = 1
-    """Processes that score."""
-    max_failed: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Share of an iteration's samples that may fail to be scored before the run stops."""
-
-
 class FilterConfig(Section):
     """Which groups are trained on."""
 
@@ -358,7 +329,7 @@ class StorageConfig(Section):
     @model_validator(mode="after")
     def _holds_no_secret(self) -> "StorageConfig":
         for name, value in self.options.items():
-            if _names_a_secret(name) or "@" in urlsplit(str(value)).netloc:
+            if names_a_secret(name) or "@" in urlsplit(str(value)).netloc:
                 raise ValueError(
                     f"storage.options.{name} is a secret, and a configuration is stored and shown "
                     "as it is: put it into the environment (FSSPEC_S3_KEY, FSSPEC_S3_SECRET, "
@@ -488,7 +459,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _backends_exist(self) -> "RunConfig":
-        if secret := next(filter(_names_a_secret, self.sglang), None):
+        if secret := next(filter(names_a_secret, self.sglang), None):
             raise ValueError(
                 f"sglang.{secret} is a secret, and a configuration is stored and shown as it is; "
                 "engines listen on loopback alone and need none: remove it"

@@ -71,7 +71,7 @@ class WorkerProcess:
         """
         if not self.ready and time.monotonic() - self._started > LOAD_TIMEOUT_S:
             raise PluginError(
-                f"reward.custom_rm_path: loading it took longer than {LOAD_TIMEOUT_S:g} s"
+                f"the reward function: loading it took longer than {LOAD_TIMEOUT_S:g} s"
             )
 
     def has_been_late(self, call: int | None) -> float:

@@ -13,6 +13,10 @@ from dataclasses import dataclass
 SPEC = struct.Struct("=qqq")
 
 
+class NoRewardError(Exception):
+    """A sample has no reward; the text says why, as it is shown to the user."""
+
+
 @dataclass(frozen=True, slots=True)
 class Score:
     """What the reward function said of one sample.

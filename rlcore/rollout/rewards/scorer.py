@@ -16,11 +16,11 @@ from multiprocessing.connection import wait
 
 from rlcore.config.tree import RewardConfig
 from rlcore.errors import PluginError, RewardError
-from rlcore.plugins import load_checked
+from rlcore.rollout.rewards.dispatch import Dispatch, function_name
 from rlcore.rollout.rewards.process import WorkerProcess
 from rlcore.rollout.rewards.protocol import Progress, Score
 from rlcore.rollout.rewards.scoring import ScoringBatch
-from rlcore.rollout.rewards.worker import SETTING, timeout_text
+from rlcore.rollout.rewards.worker import timeout_text
 from rlcore.sample import Sample
 
 GRACE_S = 0.25
@@ -34,7 +34,7 @@ def check_reward(config: RewardConfig) -> None:
     Raises:
         PluginError: naming the setting and what is wrong.
     """
-    load_checked(config.custom_rm_path, SETTING, "batched_reward" if config.batched else "reward")
+    Dispatch(config.model_dump())
 
 
 def try_reward(config: RewardConfig, sample: Sample) -> Score:
@@ -169,7 +169,8 @@ class Scorer:
         while self._take(worker, batch):
             pass
         if not worker.ready:
-            raise PluginError(f"{SETTING} = {self._config.custom_rm_path!r}: when loaded, {how}")
+            name = function_name(self._config.custom_rm_path, self._config.rm_type)
+            raise PluginError(f"{name}: when loaded, {how}")
         at, seconds = worker.progress.read()
         if why is not None and seconds <= self._config.timeout_s:
             at = Progress.IDLE  # It went on to another call just before it was killed.

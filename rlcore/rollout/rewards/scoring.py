@@ -2,13 +2,16 @@
 counted."""
 
 from collections import Counter, deque
+from dataclasses import replace
 
 from rlcore.config.tree import RewardConfig
 from rlcore.errors import RewardError
 from rlcore.rollout.groups import split_groups
+from rlcore.rollout.rewards import builtin
+from rlcore.rollout.rewards.dispatch import function_name
 from rlcore.rollout.rewards.process import Call
-from rlcore.rollout.rewards.protocol import Score
-from rlcore.rollout.rewards.worker import SETTING, NoRewardError, to_score
+from rlcore.rollout.rewards.protocol import NoRewardError, Score
+from rlcore.rollout.rewards.worker import to_score
 from rlcore.sample import Sample, Status
 
 CHUNKS_PER_WORKER = 4
@@ -79,10 +82,11 @@ class ScoringBatch:
         sample, score = self._samples[first], self._scores[first]
         assert score is not None
         waiting = f" ({self._missing} were not scored any more)" if self._missing else ""
+        name = function_name(self._config.custom_rm_path, self._config.rm_type)
         raise RewardError(
-            f"{SETTING} = {self._config.custom_rm_path!r} gave no reward for {failed} of {total} "
-            f"samples{waiting}, more than reward.max_failed = {self._config.max_failed:g} allows; "
-            f"the first is sample {sample.index} (prompt {sample.prompt_id}): {score.error}"
+            f"{name} gave no reward for {failed} of {total} samples{waiting}, more than "
+            f"reward.max_failed = {self._config.max_failed:g} allows; the first is sample "
+            f"{sample.index} (prompt {sample.prompt_id}): {score.error}"
         )
 
     def result(self) -> list[Score]:
@@ -97,10 +101,33 @@ class ScoringBatch:
             self._places = {n: [by_id[id(s)] for s in g] for n, g in enumerate(groups)}
         else:
             self._places = {k: [k] for k in open_}
-        calls = [(n, [self._samples[k] for k in ks]) for n, ks in self._places.items()]
-        share = -(-len(calls) // (self._config.workers * CHUNKS_PER_WORKER))
+        rm_type = self._config.rm_type
+        given = [_light(s) if rm_type else s for s in self._samples]
+        calls = [(n, [given[k] for k in ks]) for n, ks in self._places.items()]
+        # Calls that wait for a server run side by side, so each worker gets all of its own at once.
+        remote = bool(rm_type) and builtin.find(rm_type).remote
+        share = -(-len(calls) // (self._config.workers * (1 if remote else CHUNKS_PER_WORKER)))
         size = max(1, min(share, LARGEST_CHUNK))
         self.queue.extend(calls[k : k + size] for k in range(0, len(calls), size))
+
+
+def _light(sample: Sample) -> Sample:
+    """A sample without what no built-in type reads and takes long to send."""
+    if sample.custom_rm_path:
+        return sample
+    return replace(
+        sample,
+        tokens=[],
+        response_length=0,
+        loss_mask=None,
+        rollout_log_probs=None,
+        teacher_log_probs=None,
+        rollout_routed_experts=None,
+        rollout_top_p_token_ids=None,
+        rollout_top_p_token_offsets=None,
+        multimodal_inputs=None,
+        multimodal_train_inputs=None,
+    )
 
 
 def _known(sample: Sample, reward_key: str | None) -> Score | None:

@@ -15,16 +15,17 @@ import signal
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
 from rlcore.errors import PluginError
-from rlcore.plugins import is_async, load_checked
+from rlcore.plugins import is_async
 from rlcore.rollout.args import PluginArgs
-from rlcore.rollout.rewards.protocol import Progress, Score
+from rlcore.rollout.rewards.dispatch import Dispatch
+from rlcore.rollout.rewards.protocol import NoRewardError, Progress, Score
 from rlcore.sample import Sample
 
-SETTING = "reward.custom_rm_path"
 FLUSH_S = 0.005
 PR_SET_PDEATHSIG = 1
 Results = list[tuple[int, list[Score]]]
@@ -50,69 +51,92 @@ def main(socket_fd: int, progress_fd: int) -> None:
             scorer.score(link.recv())
 
 
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A call to make: its number, its samples, and the function that scores them."""
+
+    number: int
+    samples: list[Sample]
+    function: Callable[..., Any]
+
+
 class _Scorer:
     def __init__(self, settings: dict[str, Any], link: Connection, progress: Progress) -> None:
         self._args = PluginArgs(settings)
         self._batched = settings["batched"]
         self._key = settings["reward_key"]
         self._timeout_s = settings["timeout_s"]
-        self._function: Callable[..., Any] = load_checked(
-            settings["custom_rm_path"], SETTING, "batched_reward" if self._batched else "reward"
-        )
-        self._is_async = is_async(self._function)
-        self._loop = asyncio.new_event_loop() if self._is_async else None
+        self._concurrency = settings["concurrency"]
+        self._dispatch = Dispatch(settings)
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._link = link
         self._progress = progress
 
     def score(self, calls: list[tuple[int, list[Sample]]]) -> None:
         """Make calls and report their results: slow ones at once, quick ones together."""
-        if self._is_async:
-            assert self._loop is not None
-            self._loop.run_until_complete(self._score_async(calls))
-        else:
-            self._score_sync(calls)
+        plain, waiting, failed = list[_Call](), list[_Call](), Results()
+        for number, samples in calls:
+            # Loading a function that only this row names may hang as well as calling it.
+            self._progress.begin(number)
+            try:
+                function = self._dispatch.function_of(samples)
+            except (PluginError, NoRewardError) as error:
+                failed.append((number, [Score(error=str(error))] * len(samples)))
+                continue
+            (waiting if is_async(function) else plain).append(_Call(number, samples, function))
+        if failed:
+            self._link.send(("scores", failed))
+        if plain:
+            self._score_sync(plain)
+        if waiting:
+            self._loop = self._loop or asyncio.new_event_loop()
+            self._loop.run_until_complete(self._score_async(waiting))
         self._progress.idle()
 
-    def _score_sync(self, calls: list[tuple[int, list[Sample]]]) -> None:
+    def _score_sync(self, calls: "list[_Call]") -> None:
         waiting: Results = []
         sent = time.monotonic()
-        for number, samples in calls:
-            self._progress.begin(number)
-            waiting.append((number, self._call(samples)))
+        for call in calls:
+            self._progress.begin(call.number)
+            waiting.append((call.number, self._call(call)))
             now = time.monotonic()
             if now - sent > FLUSH_S:
                 self._link.send(("scores", waiting))
                 waiting, sent = [], now
         self._link.send(("scores", waiting))
 
-    def _call(self, samples: list[Sample]) -> list[Score]:
+    def _call(self, call: "_Call") -> list[Score]:
         try:
-            answer = self._function(self._args, samples if self._batched else samples[0])
+            answer = call.function(self._args, self._given(call))
             if inspect.isawaitable(answer):
                 answer = asyncio.run(_awaited(answer))
-            return self._scores(answer, len(samples))
+            return self._scores(answer, len(call.samples))
         except Exception as error:
             # Whatever a scorer raises is a sample without a reward, which the parent counts.
-            return [Score(error=_text(error))] * len(samples)
+            return [Score(error=_text(error))] * len(call.samples)
 
-    async def _score_async(self, calls: list[tuple[int, list[Sample]]]) -> None:
-        async def one(number: int, samples: list[Sample]) -> None:
+    def _given(self, call: "_Call") -> Any:
+        return call.samples if self._batched else call.samples[0]
+
+    async def _score_async(self, calls: "list[_Call]") -> None:
+        # The time of a call that waits for its turn does not run.
+        turns = asyncio.Semaphore(self._concurrency)
+
+        async def one(call: _Call) -> None:
             try:
-                async with asyncio.timeout(self._timeout_s):
-                    answer = await self._function(
-                        self._args, samples if self._batched else samples[0]
-                    )
-                scores = self._scores(answer, len(samples))
+                async with turns, asyncio.timeout(self._timeout_s):
+                    answer = await call.function(self._args, self._given(call))
+                scores = self._scores(answer, len(call.samples))
             except TimeoutError:
-                scores = [Score(error=timeout_text(self._timeout_s))] * len(samples)
+                scores = [Score(error=timeout_text(self._timeout_s))] * len(call.samples)
             except Exception as error:
-                scores = [Score(error=_text(error))] * len(samples)
-            self._link.send(("scores", [(number, scores)]))
+                scores = [Score(error=_text(error))] * len(call.samples)
+            self._link.send(("scores", [(call.number, scores)]))
 
         # While the loop turns, the page says "just begun": a function that blocks the loop stops
         # that.
         beat = asyncio.create_task(self._beat())
-        await asyncio.gather(*(one(number, samples) for number, samples in calls))
+        await asyncio.gather(*(one(call) for call in calls))
         beat.cancel()
 
     async def _beat(self) -> None:
@@ -135,10 +159,6 @@ class _Scorer:
             return to_score(answer, self._key)
         except NoRewardError as error:
             return Score(error=_text(error))
-
-
-class NoRewardError(Exception):
-    """The function's answer holds no reward; the text says why."""
 
 
 def to_score(answer: Any, reward_key: str | None) -> Score:

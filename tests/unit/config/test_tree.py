@@ -123,7 +123,7 @@ def test_a_missing_setting_is_named_with_what_it_is_for() -> None:
     with pytest.raises(ConfigError) as caught:
         build_config(bare)
     assert "data is missing: the prompts to train on" in str(caught.value)
-    assert "reward.custom_rm_path is missing: a function" in str(caught.value)
+    assert "give exactly one of reward.rm_type and reward.custom_rm_path" in str(caught.value)
 
 
 def test_every_fault_is_told_at_once() -> None:

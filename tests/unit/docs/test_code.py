@@ -109,6 +109,7 @@ def group(*responses: str) -> list[Sample]:
         ("rewards", ["777", "7", "no", ""], [1.0, 0.1, 0.0, 0.0]),
         ("graded", ["777", "7770", "123", "1"], [1.0, 0.8, 0.2, 0.0]),
         ("ranked", ["7771", "777", "7", ""], [1.0, 1.1, 0.0, 0.0]),
+        ("brief_math", [r"\boxed{777}", r"\boxed{7}", "777", ""], [1.2, 0.1, 0.0, 0.0]),
     ],
 )
 def test_the_rewards_score(

@@ -113,4 +113,4 @@ def test_the_settings_in_the_pages_load(tmp_path: Path) -> None:
     for name, body in found.items():
         (tmp_path / name).write_text(body)
         config = load_config(tmp_path / name)
-        assert config.reward.custom_rm_path.endswith(":reward")
+        assert config.reward.rm_type or config.reward.custom_rm_path.endswith(":reward")
