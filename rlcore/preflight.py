@@ -138,7 +138,7 @@ def check_plugins(config: RunConfig) -> None:
         setting = "rollout.custom_generate_function_path"
         check_signature(load_function(generate, setting), "generate", setting)
     chosen = config.filter.dynamic_sampling_filter_path
-    if chosen and chosen != "nonzero_std":
+    if chosen and not chosen.startswith("nonzero_std"):
         setting = "filter.dynamic_sampling_filter_path"
         check_signature(load_function(chosen, setting), "filter", setting)
 

@@ -125,6 +125,7 @@ class RolloutConfig(Section):
             "health_check_interval_s",
             "health_check_timeout_s",
             "num_engines",
+            "max_refills",
         }
     )
 
@@ -154,6 +155,8 @@ class RolloutConfig(Section):
     """A function `async generate(args, sample, sampling_params)` in place of one request."""
     over_sampling_batch_size: PositiveInt | None = None
     """Prompts begun at a time; the first rollout_batch_size to finish are used. None: no more."""
+    max_refills: Annotated[int, Field(ge=0)] = 16
+    """How often over_sampling_batch_size more are begun for a batch while the filter drops."""
     partial_rollout: bool = False
     """Keep what over-sampling began and did not use, and go on with it in the next iteration."""
     mask_offpolicy_in_partial_rollout: bool = False
@@ -192,12 +195,6 @@ class RolloutConfig(Section):
                 f"rollout.over_sampling_batch_size = {begun} is less than "
                 f"rollout.rollout_batch_size = {self.rollout_batch_size}: an iteration could not "
                 "be filled; make it larger, or leave it out"
-            )
-        if self.partial_rollout and (begun or 0) <= self.rollout_batch_size:
-            raise ValueError(
-                "rollout.partial_rollout = true, but nothing is ever left over: set "
-                "rollout.over_sampling_batch_size above rollout.rollout_batch_size = "
-                f"{self.rollout_batch_size}"
             )
         if self.mask_offpolicy_in_partial_rollout and not self.partial_rollout:
             raise ValueError(
@@ -242,7 +239,9 @@ class RewardConfig(Section):
 class FilterConfig(Section):
     """Which groups are trained on."""
 
-    dynamic_sampling_filter_path: FunctionPath | Literal["nonzero_std"] | None = None
+    dynamic_sampling_filter_path: (
+        FunctionPath | Literal["nonzero_std", "nonzero_std_with_fallback"] | None
+    ) = None
     """`nonzero_std` drops groups of equal rewards; or `filter(args, samples, **kwargs) -> bool`."""
 
 
@@ -482,6 +481,24 @@ class RunConfig(Section):
                     if rest
                     else f"equal, as with train.global_batch_size = {size}"
                 )
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _over_sampling_has_a_use(self) -> "RunConfig":
+        rollout, chosen = self.rollout, self.filter.dynamic_sampling_filter_path
+        begun, want = rollout.over_sampling_batch_size, rollout.rollout_batch_size
+        refilled = begun is not None and chosen is not None
+        if rollout.partial_rollout and (begun or 0) <= want and not refilled:
+            raise ValueError(
+                "rollout.partial_rollout = true, but nothing is ever left over: set "
+                f"rollout.over_sampling_batch_size above rollout.rollout_batch_size = {want}"
+            )
+        if chosen == "nonzero_std_with_fallback" and (begun or 0) <= want:
+            raise ValueError(
+                "filter.dynamic_sampling_filter_path = 'nonzero_std_with_fallback' drops only what "
+                "over-sampling can replace: set rollout.over_sampling_batch_size above "
+                f"rollout.rollout_batch_size = {want}, or use 'nonzero_std'"
             )
         return self
 

@@ -15,11 +15,11 @@ from rlcore.config.tree import EvalDataset, RolloutConfig
 from rlcore.data import Dataset
 from rlcore.rollout.generate import Generator
 from rlcore.rollout.groups import split_groups
-from rlcore.rollout.loop import make_groups
 from rlcore.rollout.metrics import length_metrics, pass_at_k
 from rlcore.rollout.pool import EnginePool
 from rlcore.rollout.rewards.protocol import Score
 from rlcore.rollout.rewards.scorer import Scorer
+from rlcore.rollout.supply import make_groups
 from rlcore.rollout.together import all_of
 from rlcore.sample import Sample, Status
 
