@@ -1,6 +1,7 @@
 """`verify_run`: a whole run passes, and every kind of fault is named."""
 
 import re
+import sys
 from typing import Any
 
 import pytest
@@ -353,6 +354,7 @@ def write_story(
     monkeypatch: pytest.MonkeyPatch,
     story: list[tuple[list[Place], list[Place]]] = STORY,
     change: dict[int, dict[str, Any]] | None = None,
+    more: dict[int, dict[str, Any]] | None = None,
 ) -> Writer:
     changes: dict[tuple[int, str], dict[str, Any]] = {}
     for i, (_, left) in enumerate(story):
@@ -360,6 +362,7 @@ def write_story(
         cursor = {"epoch": start[0], "offset": start[1], "size": SIZE}
         cursor |= {"next_epoch": end[0], "next_offset": end[1]}
         extra = {"buffer": left_over(objects, i, left) | (change or {}).get(i, {})}
+        extra |= (more or {}).get(i, {})
         changes[i, "rollout"] = {"cursor": cursor, "extra": extra}
 
     real = samples
@@ -412,6 +415,32 @@ def test_a_prompt_that_is_lost_or_comes_twice_is_named(
     story = [*STORY[:i], (used, left), *STORY[i + 1 :]]
     write_story(disk, monkeypatch, story)
     assert fault in faults(disk)
+
+
+@pytest.mark.parametrize(
+    ("dropped", "fault"),
+    [
+        ([(0, 3)], ""),
+        ([], "but the rollout has 2"),
+        ([(0, 2), (0, 3)], "epoch 0, offset 2 was dropped, but it was not begun"),
+        ([(0, 3), (1, 0)], "epoch 1, offset 0 was dropped, but it was not begun, or is in the buf"),
+    ],
+)
+def test_dropped_prompts_are_accounted_for(
+    disk: Objects, monkeypatch: pytest.MonkeyPatch, dropped: list[Place], fault: str
+) -> None:
+    # The second rollout dropped (0, 3) and began (1, 0) in its place.
+    monkeypatch.setattr(sys.modules[__name__], "ENDS", [(0, 3), (1, 1), (1, 3), (2, 0)])
+    story = [
+        STORY[0],
+        ([(0, 1), (0, 4)], [(1, 0)]),
+        ([(1, 0), (1, 1)], [(1, 2)]),
+        ([(1, 2), (1, 3)], [(1, 4)]),
+    ]
+    more = {1: {"dropped": left_over(disk, 9, dropped)}} if dropped else {}
+    write_story(disk, monkeypatch, story, more=more)
+    found = faults(disk)
+    assert fault in found if fault else not found
 
 
 def test_a_buffer_that_is_not_what_its_record_says_is_named(
