@@ -1,0 +1,31 @@
+"""What all sections of the configuration are made of.
+
+Invariant: a section is frozen, and strict about unknown keys and types.
+"""
+
+from typing import Annotated, ClassVar
+
+from pydantic import BaseModel, ConfigDict, Field
+
+FilePath = Annotated[str, Field(json_schema_extra={"sluice_path": "file"})]
+"""A path; may carry a row slice such as `train.jsonl@[0:100]`."""
+FunctionPath = Annotated[str, Field(json_schema_extra={"sluice_path": "function"})]
+"""`module:function`, `module.function` or `file.py:function`."""
+PositiveInt = Annotated[int, Field(ge=1)]
+Scalar = bool | int | float | str
+
+
+class Section(BaseModel):
+    """Base of all sections: frozen, and strict about unknown keys."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+        # Forms show the names that files, `--set` and error texts use.
+        model_title_generator=lambda kind: kind.__name__.removesuffix("Config").lower(),
+        field_title_generator=lambda name, _: name,
+    )
+    OPERATIONAL: ClassVar[frozenset[str]] = frozenset()
