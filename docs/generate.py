@@ -15,6 +15,7 @@ from typing import Any
 import pyarrow as pa
 
 from rlcore.config import EvalDataset, RunConfig
+from rlcore.config.data import MixedSet
 from rlcore.config.digest import NOT_COMPUTED
 from rlcore.config.tree import Section
 from rlcore.store.schema import SAMPLES, SCORES, SELECTION
@@ -32,6 +33,9 @@ def settings() -> str:
         parts.append(f"### `[{name}]`\n\n{field.description}")
         if isinstance(section, type) and issubclass(section, Section):
             parts.append(section_table(section, all_free=name in NOT_COMPUTED))
+        if name == "data":
+            parts.append("### `[[data.mix]]`\n\nOne more file of prompts.")
+            parts.append(section_table(MixedSet, all_free=False))
         if name == "eval":
             parts.append("### `[[eval.datasets]]`\n\nOne held-out data set.")
             parts.append(section_table(EvalDataset, all_free=False))

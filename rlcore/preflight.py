@@ -128,7 +128,7 @@ def check_data(config: RunConfig) -> None:
     """Every row of every data set can be read and has the columns that are named."""
     check_dataset(config.data)
     for held_out in config.eval.datasets:
-        check_dataset(config.data.model_copy(update={"path": held_out.path}))
+        check_dataset(held_out.data(config.data), evaluation=True)
 
 
 def check_plugins(config: RunConfig) -> None:

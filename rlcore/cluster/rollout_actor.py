@@ -454,8 +454,9 @@ def _load(plan: RolloutPlan) -> _Loaded:
     )
     eval_sets = []
     for held_out in plan.eval.datasets:
-        own = plan.data.model_copy(update={"path": held_out.path, "max_prompt_len": None})
-        eval_sets.append(EvalSet(held_out, load_dataset(own, lambda: tokenizer)))
+        own = held_out.data(plan.data)
+        found = load_dataset(own, lambda: tokenizer, evaluation=True)
+        eval_sets.append(EvalSet(held_out, found))
     return _Loaded(
         tokenizer=tokenizer,
         dataset=load_dataset(plan.data, lambda: tokenizer),

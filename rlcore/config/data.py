@@ -13,11 +13,36 @@ from pydantic import ConfigDict, Field, model_validator
 from rlcore.config.section import FilePath, FunctionPath, PositiveInt, Scalar, Section
 
 
+class MixedSet(Section):
+    """One more file of prompts."""
+
+    model_config = ConfigDict(title="mixed file")
+
+    path: Annotated[FilePath, Field(min_length=1)]
+    """As data.path."""
+    weight: Annotated[float, Field(gt=0)] = 1.0
+    """Share of the prompts, relative to the other files; at least a thousandth of all."""
+    input_key: str | None = None
+    """Default: data.input_key."""
+    label_key: str | None = None
+    """Default: data.label_key."""
+    metadata_key: str | None = None
+    """Default: data.metadata_key."""
+    tool_key: str | None = None
+    """Default: data.tool_key."""
+    max_prompt_len: PositiveInt | None = None
+    """Default: data.max_prompt_len."""
+
+
 class DataConfig(Section):
     """The prompts to train on."""
 
     path: Annotated[FilePath, Field(min_length=1)]
     """JSONL or Parquet file, or a folder of Hugging Face datasets; rows as `f.jsonl@[0:100]`."""
+    weight: Annotated[float, Field(gt=0)] = 1.0
+    """Share of the prompts, relative to those of data.mix."""
+    mix: list[MixedSet] = []
+    """More files, mixed with data.path by weight."""
     input_key: str = "prompt"
     """Column of the prompt: text, or a list of chat messages."""
     label_key: str | None = None
@@ -44,6 +69,15 @@ class DataConfig(Section):
     """Column with a row's own generate function, by name; rows may lack it."""
     custom_rm_key: str | None = None
     """Column with a row's own reward function, by name; rows may lack it."""
+
+    def files(self) -> list["DataConfig"]:
+        """A section for each file, how it is read included."""
+        alone = self.model_copy(update={"mix": []})
+        out = [alone]
+        for one in self.mix:
+            own = {k: v for k, v in one.model_dump().items() if v is not None}
+            out.append(alone.model_copy(update=own))
+        return out
 
 
 class EvalDataset(Section):
@@ -116,7 +150,7 @@ class EvalDataset(Section):
             "apply_chat_template_kwargs",
         )
         own = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        own |= {"path": self.path, "max_prompt_len": self.max_prompt_len}
+        own |= {"path": self.path, "max_prompt_len": self.max_prompt_len, "mix": []}
         return train.model_copy(update=own)
 
 

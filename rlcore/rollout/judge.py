@@ -16,7 +16,6 @@ from rlcore.rollout.collect import Judged
 from rlcore.rollout.filters import GroupRule, Scored, Verdict, decide
 from rlcore.rollout.rewards.protocol import Score
 from rlcore.rollout.rewards.scorer import Scorer
-from rlcore.rollout.rewards.worker import SETTING
 from rlcore.rollout.stored import samples_with_scores, score_rows, scored_of
 from rlcore.sample import Sample
 
@@ -87,8 +86,7 @@ class GroupJudge:
         if failed and self._failed > self._config.max_failed * total:
             sample, score = samples[failed[0]], scores[failed[0]]
             raise RewardError(
-                f"{SETTING} = {self._config.custom_rm_path!r} gave no reward for {self._failed} of "
-                f"{self._scored} samples of the rollout, more than reward.max_failed = "
-                f"{self._config.max_failed:g} of a batch allows; one is of prompt "
-                f"{sample.prompt_id}: {score.error}"
+                f"the reward function gave no reward for {self._failed} of {self._scored} samples "
+                f"of the rollout, more than reward.max_failed = {self._config.max_failed:g} of a "
+                f"batch allows; one is of prompt {sample.prompt_id}: {score.error}"
             )

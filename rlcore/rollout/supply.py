@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlcore.config.tree import RolloutConfig
-from rlcore.data import Cursor, Dataset, Place, Prompt, places, plan, position_at, span
+from rlcore.data import Cursor, Dataset, Place, Prompt, places, span
 from rlcore.rollout.buffer import Group, go_on, line_up, number
 from rlcore.rollout.generate import sample_seed
 from rlcore.sample import Sample, Status
@@ -60,6 +60,7 @@ class Supply:
         self._dataset = dataset
         self._tokenizer = tokenizer
         self._config = config
+        self._order = dataset.order(request.run_seed, request.shuffle)
         self._start = self._end = Cursor.after(request.cursor)
         self._seen: dict[str, int] = {}
         self._line = line_up(request.buffer, config)
@@ -80,8 +81,7 @@ class Supply:
 
     def anew(self, place: Place) -> list[Sample]:
         """Samples of the prompt at a place, nothing generated."""
-        request = self._request
-        position = position_at(len(self._dataset), request.run_seed, request.shuffle, place)
+        position = self._order.position_at(place)
         return self._new(self._dataset.tokenized([position], self._tokenizer)[0])
 
     @property
@@ -99,8 +99,8 @@ class Supply:
 
     def _ready(self, old: Sequence[Group], new: int) -> list[Group]:
         request, size, start = self._request, len(self._dataset), self._end
-        picked, self._end = plan(size, request.run_seed, request.shuffle, start, new)
-        prompts = self._dataset.tokenized([position for _, position in picked], self._tokenizer)
+        picked, self._end = self._order.plan(start, new)
+        prompts = self._dataset.tokenized(picked, self._tokenizer)
         groups = go_on(old, request.version, self._config, self.anew)
         pairs = zip(places(start, size, new), prompts, strict=True)
         groups += [Group(place, self._new(prompt)) for place, prompt in pairs]

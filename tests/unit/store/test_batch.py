@@ -117,14 +117,38 @@ def test_samples_come_back_as_they_were(made: list[Sample]) -> None:
 
 
 def test_the_fields_of_slime_s_sample_all_have_a_column() -> None:
-    fields = (
-        "group_index index rollout_id prompt tokens multimodal_inputs multimodal_train_inputs "
-        "multimodal_train_input_id apply_chat_template_kwargs response response_length label "
-        "reward loss_mask weight_versions rollout_log_probs rollout_top_p_token_ids "
-        "rollout_top_p_token_offsets rollout_routed_experts remove_sample teacher_log_probs status "
-        "metadata generate_function_path custom_rm_path train_metadata session_id "
-        "non_generation_time spec_info prefix_cache_info"
-    ).split()
+    fields = [
+        "group_index",
+        "index",
+        "rollout_id",
+        "prompt",
+        "tokens",
+        "multimodal_inputs",
+        "multimodal_train_inputs",
+        "multimodal_train_input_id",
+        "apply_chat_template_kwargs",
+        "response",
+        "response_length",
+        "label",
+        "reward",
+        "loss_mask",
+        "weight_versions",
+        "rollout_log_probs",
+        "rollout_top_p_token_ids",
+        "rollout_top_p_token_offsets",
+        "rollout_routed_experts",
+        "remove_sample",
+        "teacher_log_probs",
+        "status",
+        "metadata",
+        "generate_function_path",
+        "custom_rm_path",
+        "train_metadata",
+        "session_id",
+        "non_generation_time",
+        "spec_info",
+        "prefix_cache_info",
+    ]
     own = {f.name for f in dataclasses.fields(Sample)}
     assert set(fields) <= own
     renamed = {"rollout_routed_experts": "routed_experts"}
