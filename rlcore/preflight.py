@@ -22,8 +22,9 @@ from rlcore.errors import (
     StoreError,
 )
 from rlcore.opening import check_same, open_store
-from rlcore.plugins import check_signature, load_checked, load_function
+from rlcore.plugins import Kind, check_signature, load_checked, load_function
 from rlcore.rollout import rewards
+from rlcore.rollout.hooks import Hooks
 from rlcore.sample import Sample, Status
 from rlcore.sources import check_sources, sources_of
 from rlcore.store.lease import held_by, is_doubtful, is_held, read_lease
@@ -136,7 +137,13 @@ def check_plugins(config: RunConfig) -> None:
     generate = config.rollout.custom_generate_function_path
     if generate:
         setting = "rollout.custom_generate_function_path"
-        check_signature(load_function(generate, setting), "generate", setting)
+        kind: Kind = "group_generate" if config.rollout.group_generate else "generate"
+        check_signature(load_function(generate, setting), kind, setting)
+    for held_out in config.eval.datasets:
+        if held_out.custom_generate_function_path:
+            setting = f"custom_generate_function_path of eval.datasets {held_out.name!r}"
+            load_checked(held_out.custom_generate_function_path, setting, "generate")
+    Hooks(config.rollout, None)
     chosen = config.filter.dynamic_sampling_filter_path
     if chosen and not chosen.startswith("nonzero_std"):
         setting = "filter.dynamic_sampling_filter_path"

@@ -142,7 +142,7 @@ class Fleet:
     async def score(
         self, i: int, rollout: tuple[FileRef, ...], early: tuple[FileRef, ...] | None = None
     ) -> Work:
-        """A score for each sample of a rollout: those it was chosen by, where it has `early` ones."""
+        """A score for each sample of a rollout: its `early` ones, where it has them."""
         return await self._by_worker("reward", i, rollout, early)
 
     async def select(

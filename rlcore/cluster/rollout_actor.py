@@ -35,6 +35,7 @@ from rlcore.rollout.buffer import Group, read_buffer, write_buffer
 from rlcore.rollout.evaluate import EvalSet, evaluate, set_score
 from rlcore.rollout.filters import GroupRule, Scored
 from rlcore.rollout.generate import Generator
+from rlcore.rollout.hooks import Hooks
 from rlcore.rollout.judge import GroupJudge, judged_by, samples_dynamically
 from rlcore.rollout.limits import Limits
 from rlcore.rollout.loop import Dropped, DynamicFilter, RolloutBatch, rollout
@@ -201,6 +202,7 @@ class RolloutActor:
         request = RolloutRequest(
             iteration, plan.seed, plan.data.shuffle, cursor, str(policy_version), buffer
         )
+        self._hooks = Hooks(plan.rollout, plan.reward.reward_key)
         generator = Generator(plan.rollout, loaded.tokenizer, pool)
         with self._writer(iteration, attempt) as writer:
             made = await rollout(
@@ -212,6 +214,7 @@ class RolloutActor:
                 plan.num_gpus,
                 ready=writer.add,
                 dynamic=self._dynamic(),
+                hooks=self._hooks,
             )
             log.info("iteration %d: %s", iteration, shown(made.metrics))
             rolled = time.perf_counter()
@@ -220,6 +223,8 @@ class RolloutActor:
         self._batch = (_digests(files), made.samples)
         extra = await asyncio.to_thread(self._write_beside, iteration, attempt, made)
         data = loaded.dataset
+        if data.sizes:
+            extra["mix"] = {"sizes": list(data.sizes), "weights": list(data.weights)}
         counts = {"data/skipped_rows": data.skipped, "data/too_long_prompts": data.too_long}
         return StageReport(
             files=files,
@@ -358,12 +363,17 @@ class RolloutActor:
         plan = self._plan
         return filter_rule(plan.filter, plan.reward.reward_key, plan.rollout.n_samples_per_prompt)
 
+    @property
+    def _is_dynamic(self) -> bool:
+        return samples_dynamically(self._plan.rollout, self._plan.filter)
+
     def _dynamic(self) -> DynamicFilter | None:
         plan = self._plan
-        if not samples_dynamically(plan.rollout, plan.filter):
+        if not (self._is_dynamic or self._hooks.need_scores):
             return None
         batch = plan.rollout.rollout_batch_size * plan.rollout.n_samples_per_prompt
-        judge = GroupJudge(self._scorer, self._rule(), plan.reward, batch)
+        rule = self._rule() if self._is_dynamic else None
+        judge = GroupJudge(self._scorer, rule, plan.reward, batch)
         chosen = plan.filter.dynamic_sampling_filter_path
         return DynamicFilter(judge, f"filter.dynamic_sampling_filter_path = {chosen!r}")
 
@@ -428,7 +438,7 @@ class RolloutActor:
             extra["scores"] = {
                 "key_prefix": prefix,
                 "files": [ref.model_dump(mode="json")],
-                **judged_by(self._plan.reward, self._plan.filter),
+                **judged_by(self._plan.reward, self._plan.filter, filtered=self._is_dynamic),
             }
         return extra
 
@@ -440,8 +450,9 @@ class RolloutActor:
 
 
 def _with_scores(dropped: Dropped) -> Group:
-    for sample, score in zip(dropped.group.samples, dropped.scores, strict=True):
-        set_score(sample, score)
+    if dropped.scores:
+        for sample, score in zip(dropped.group.samples, dropped.scores, strict=True):
+            set_score(sample, score)
     return dropped.group
 
 

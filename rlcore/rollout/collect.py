@@ -136,8 +136,8 @@ class _Collection:
 
     def __init__(self, want: int, generate: Generate, filtering: Filtering | None) -> None:
         self.out = Collected()
-        self.open: dict[asyncio.Task[Group], int] = {}
-        """Groups that are generated, numbered as they were begun."""
+        self.open: dict[asyncio.Task[Group], None] = {}
+        """Groups that are generated, in the order in which they were begun."""
         self._want = want
         self._generate = generate
         self._filtering = filtering
@@ -164,7 +164,7 @@ class _Collection:
             return Group(group.place, await self._generate(group.samples))
 
         for group in groups:
-            self.open[asyncio.create_task(one(group))] = self._begun
+            self.open[asyncio.create_task(one(group))] = None
             self._begun += 1
 
     async def step(self) -> None:
@@ -177,7 +177,7 @@ class _Collection:
             for group, judged in zip(self._judged, self._judging.result(), strict=True):
                 self._decide(group, judged)
             self._judging = None
-        for task in sorted(done & self.open.keys(), key=lambda t: self.open[t]):
+        for task in [task for task in self.open if task in done]:
             del self.open[task]
             self._whole.append(task.result())
         if self._filtering is None:

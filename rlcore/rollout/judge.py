@@ -26,10 +26,16 @@ def samples_dynamically(rollout: RolloutConfig, filter: FilterConfig) -> bool:
     return rollout.over_sampling_batch_size is not None and chosen is not None
 
 
-def judged_by(reward: RewardConfig, filter: FilterConfig) -> dict[str, str]:
-    """The digests of the stages whose work a judge does, for the rollout's manifest."""
+def judged_by(reward: RewardConfig, filter: FilterConfig, *, filtered: bool) -> dict[str, str]:
+    """The digests of the stages whose work a judge does, for the rollout's manifest.
+
+    Args:
+        reward, filter: the sections.
+        filtered: the judge asks the filter, too; else the digest of that stage is empty.
+    """
     tree = {"reward": reward.model_dump(mode="json"), "filter": filter.model_dump(mode="json")}
-    return {f"{name}_digest": tree_digest(tree, *STAGE_SECTIONS[name]) for name in tree}
+    digests = {f"{name}_digest": tree_digest(tree, *STAGE_SECTIONS[name]) for name in tree}
+    return digests if filtered else digests | {"filter_digest": ""}
 
 
 class GroupJudge:
@@ -37,12 +43,14 @@ class GroupJudge:
 
     Args:
         scorer: of the run's reward function.
-        rule: of the run's filter.
+        rule: of the run's filter; None: every group is kept.
         config: the reward section.
         batch: samples of a batch, of which a share may fail.
     """
 
-    def __init__(self, scorer: Scorer, rule: GroupRule, config: RewardConfig, batch: int) -> None:
+    def __init__(
+        self, scorer: Scorer, rule: GroupRule | None, config: RewardConfig, batch: int
+    ) -> None:
         self._scorer = scorer
         self._rule = rule
         self._config = config
@@ -69,6 +77,8 @@ class GroupJudge:
     def _verdicts(
         self, groups: list[Group], samples: list[Sample], scores: list[Score]
     ) -> list[Verdict]:
+        if self._rule is None:
+            return [Verdict(True)] * len(groups)
         scored, start = scored_of(score_rows(samples, scores)), 0
         samples_of = samples_with_scores(samples, scores)
         verdicts = []

@@ -9,6 +9,7 @@ Invariants:
 """
 
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,7 @@ from rlcore.rollout.buffer import Group, in_order, leave, number
 from rlcore.rollout.collect import Collected, Filtering, Judge, collect
 from rlcore.rollout.generate import Generator, Ready
 from rlcore.rollout.groups import split_groups
+from rlcore.rollout.hooks import Hooks, RolloutArgs
 from rlcore.rollout.metrics import rollout_metrics
 from rlcore.rollout.rewards.protocol import Score
 from rlcore.rollout.supply import RolloutRequest, Supply
@@ -26,7 +28,7 @@ from rlcore.sample import Sample
 
 @dataclass(frozen=True)
 class Dropped:
-    """A group that the filter dropped, the scores of its samples, and why."""
+    """A group that was dropped, the scores of its samples if it has any, and why."""
 
     group: Group
     scores: list[Score]
@@ -73,6 +75,7 @@ async def rollout(
     num_gpus: int = 1,
     ready: Ready | None = None,
     dynamic: DynamicFilter | None = None,
+    hooks: Hooks | None = None,
 ) -> RolloutBatch:
     """Generate one rollout.
 
@@ -86,6 +89,7 @@ async def rollout(
         ready: is given the batch's first samples while others are generated, whole groups at a
             time, where it is known that they are in it.
         dynamic: decides which groups make the batch; None: all that are whole do.
+        hooks: the run's own functions; where one needs scores, `dynamic` gives them.
 
     Raises:
         DataError: the data changed under the run, or a prompt cannot be used.
@@ -93,16 +97,26 @@ async def rollout(
         PluginError: a custom function failed.
         FilterError, RewardError: the filter passed too few groups, or scoring failed.
     """
-    supply = Supply(request, dataset, tokenizer, config)
+    hooks = hooks or Hooks(config, None)
+    supply = Supply(request, dataset, tokenizer, config, hooks.pick)
     began = time.perf_counter()
-    found = await _generate(supply, config, generator, request.version, ready, dynamic)
+    more: dict[str, float] = {}
+    if hooks.makes_batch:
+        args = RolloutArgs(config, tokenizer, generator, request.version)
+        own = await hooks.make(args, request.iteration, supply)
+        found, more = own.found, own.metrics
+    else:
+        found = await _generate(supply, config, generator, request.version, ready, dynamic)
     seconds = time.perf_counter() - began
+    if dynamic is not None:
+        await hooks.look(found, supply)
 
     made = [
         max(0, sample.response_length - before)
         for group in in_order([*found.taken, *found.rest, *found.dropped])
         for sample, before in zip(group.samples, supply.before[group.place], strict=True)
     ]
+    found.taken, found.dropped = in_order(found.taken), in_order(found.dropped)
     samples = number(found.taken)
     metrics = rollout_metrics(samples, seconds, num_gpus, made)
     metrics["rollout/epoch"] = supply.epoch
@@ -117,6 +131,10 @@ async def rollout(
         Dropped(group, found.judged[group.place].scores, found.reason_of(group))
         for group in found.dropped
     ]
+    dropped += [Dropped(group, [], "buffer_filter") for group in supply.gone]
+    if hooks.makes_batch or supply.gone:
+        metrics |= dict(Counter(f"rollout/dropped/{one.reason}" for one in dropped)) | more
+    dropped.sort(key=lambda one: one.group.place)
     return RolloutBatch(samples, supply.cursor, metrics, seconds, left.groups, scores, dropped)
 
 

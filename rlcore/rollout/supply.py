@@ -5,7 +5,7 @@ Invariants:
 - A group is handed out once. What was not handed out is left: `waiting`, or behind the cursor.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +37,19 @@ class RolloutRequest:
     buffer: Sequence[Group] = ()
 
 
+@dataclass(frozen=True)
+class Picked:
+    """A buffer as somebody has sorted it: what goes on, what waits, what is given up."""
+
+    groups: list[Group]
+    waiting: list[Group]
+    gone: list[Group]
+
+
+Pick = Callable[[int, Sequence[Group], int], Picked | None]
+"""Sorts a buffer, given iteration, buffer and how many may go on; None: in its order."""
+
+
 class Supply:
     """Hands out groups, numbered and seeded, ready to be generated.
 
@@ -45,16 +58,23 @@ class Supply:
         dataset: the prompts.
         tokenizer: of the model.
         config: the rollout section.
+        pick: sorts the buffer.
 
     Attributes:
         waiting: groups of the buffer that were not handed out.
+        gone: groups of the buffer that `pick` gave up.
         groups: all that were, in that order.
         before: response tokens that each had then, by its place.
         from_buffer: how many came from the buffer.
     """
 
     def __init__(
-        self, request: RolloutRequest, dataset: Dataset, tokenizer: Any, config: RolloutConfig
+        self,
+        request: RolloutRequest,
+        dataset: Dataset,
+        tokenizer: Any,
+        config: RolloutConfig,
+        pick: Pick = lambda iteration, buffer, n: None,
     ) -> None:
         self._request = request
         self._dataset = dataset
@@ -63,21 +83,47 @@ class Supply:
         self._order = dataset.order(request.run_seed, request.shuffle)
         self._start = self._end = Cursor.after(request.cursor)
         self._seen: dict[str, int] = {}
-        self._line = line_up(request.buffer, config)
-        self.waiting = list(self._line.waiting)
+        self._pick = pick
+        self.waiting = list(request.buffer)
+        self.gone: list[Group] = []
         self.groups: list[Group] = []
         self.before: dict[Place, list[int]] = {}
         self.from_buffer = 0
 
+    def __len__(self) -> int:
+        return len(self._dataset)
+
     def first(self) -> list[Group]:
-        """What a rollout begins with."""
-        return self._ready(self._line.groups, self._line.new)
+        """What a rollout begins with: see `rlcore.rollout.buffer.line_up`."""
+        want, room = self._config.rollout_batch_size, self._at_a_time
+        picked = self._pick(self._request.iteration, self.waiting, room)
+        if picked is None:
+            line = line_up(self.waiting, self._config)
+            self.waiting = line.waiting
+            return self._ready(line.groups, line.new)
+        self._sort(picked)
+        whole = sum(group.is_whole for group in picked.groups)
+        return self._ready(picked.groups, 0 if whole >= want else room - len(picked.groups))
 
     def more(self) -> list[Group]:
         """As many prompts again as a rollout begins at a time."""
-        n = self._config.over_sampling_batch_size or self._config.rollout_batch_size
-        old, self.waiting = self.waiting[:n], self.waiting[n:]
-        return self._ready(old, n - len(old))
+        return self.take(self._at_a_time)
+
+    def take(self, n: int) -> list[Group]:
+        """The next `n` groups: of the buffer first, then new ones."""
+        picked = self._pick(self._request.iteration, self.waiting, n)
+        if picked is None:
+            picked = Picked(self.waiting[:n], self.waiting[n:], [])
+        self._sort(picked)
+        return self._ready(picked.groups, n - len(picked.groups))
+
+    def _sort(self, picked: Picked) -> None:
+        self.waiting = picked.waiting
+        self.gone += picked.gone
+
+    @property
+    def _at_a_time(self) -> int:
+        return self._config.over_sampling_batch_size or self._config.rollout_batch_size
 
     def anew(self, place: Place) -> list[Sample]:
         """Samples of the prompt at a place, nothing generated."""

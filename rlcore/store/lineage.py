@@ -8,7 +8,8 @@ What a run must hold, and so what the stages put into their manifests:
   use, has them in its files and their `places` = [[epoch, offset], ...]; `extra["dropped"]`,
   if its filter dropped groups while it sampled, likewise. Its own groups, in the order of its rows,
   are exactly the prompts of the buffer before and those between the ends of the cursor, less those
-  of its own buffer and those dropped, in the order of the data plan.
+  of its own buffer and those dropped, in the order of the data plan. `extra["mix"]` = {sizes,
+  weights} where that plan mixes several files.
 - reward and filter: one row a sample of the rollout, in its order.
 - train: `inputs` are rollout, reward and filter; `extra` = {prev_state_id, state_id, samples,
   state}. `samples` counts the samples trained on: kept, with a reward, not failed, not removed,
@@ -292,6 +293,7 @@ class _Verifier:
                 i, f"the data set has {cursor['size']} rows, before it had {self._cursor['size']}"
             )
         left, dropped = (self._aside(i, manifest, name) for name in ("buffer", "dropped"))
+        self._prompts.mix = manifest.extra.get("mix")
         if left is not None and dropped is not None:
             for fault in self._prompts.faults(cursor, prompts, self._left, left, dropped):
                 self._wrong(i, fault)
@@ -387,6 +389,8 @@ class _PromptOrder:
         self._id_of: dict[int, str] = {}
         self._row_of: dict[str, int] = {}
         self._used: dict[int, set[str]] = {}
+        self.mix: dict[str, Any] | None = None
+        """Sizes and weights of the files, where several are mixed: a prompt may then come twice."""
 
     def faults(
         self,
@@ -430,7 +434,7 @@ class _PromptOrder:
             return
         for (epoch, offset), prompt in zip(taken, prompts, strict=True):
             used = self._used.setdefault(epoch, set())
-            if prompt in used:
+            if prompt in used and self.mix is None:
                 yield f"prompt {prompt} was used twice in epoch {epoch}"
             used.add(prompt)
             yield from self._misplaced(size, (epoch, offset), prompt, "the rollout used")
@@ -457,9 +461,13 @@ class _PromptOrder:
     def _row(self, size: int, epoch: int, offset: int) -> int | None:
         if self._shuffle is None or self._seed is None:
             return None
-        from rlcore.data.source import permutation
+        from rlcore.data.order import Order
 
-        return int(permutation(size, self._seed, epoch)[offset]) if self._shuffle else offset
+        sizes, weights = [size], [1.0]
+        if self.mix is not None:
+            sizes, weights = self.mix["sizes"], self.mix["weights"]
+        order = Order(tuple(sizes), tuple(weights), self._seed, self._shuffle)
+        return order.position_at((epoch, offset))
 
 
 _TRAINED_COLUMNS = {

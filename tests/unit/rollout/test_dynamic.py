@@ -145,7 +145,7 @@ async def test_the_stages_after_it_take_its_scores_and_verdicts(
         train={"global_batch_size": WANT * N},
     )
     digests = [config_digest(config, "reward"), config_digest(config, "filter", "reward")]
-    assert list(judged_by(plan.reward, plan.filter).values()) == digests
+    assert list(judged_by(plan.reward, plan.filter, filtered=True).values()) == digests
     early = early_scores(batch.extra, digests[0])
     assert early is not None
     # Another worker, as after a crash between the stages.
