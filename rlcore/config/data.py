@@ -159,6 +159,8 @@ class EvalConfig(Section):
 
     eval_interval: PositiveInt | None = None
     """Iterations between evaluations; none: never."""
+    eval_config: FilePath = ""
+    """Instead of `datasets`: a YAML file of them, as slime has it."""
     datasets: list[EvalDataset] = []
     """What to evaluate on."""
 

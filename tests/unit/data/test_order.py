@@ -57,7 +57,7 @@ def test_small_bites_give_the_same_prompts_as_one_large_bite() -> None:
         cursor = Cursor.after(span(cursor, after))
     assert (bites, cursor) == (whole, end)
     assert whole != Order((4, 7), (2.0, 1.0), 2, True).plan(Cursor(), 40)[0]
-    with pytest.raises(DataError, match="11 rows so far, but data.path now gives 12"):
+    with pytest.raises(DataError, match=r"11 rows so far, but data.path now gives 12"):
         Order((4, 8), (2.0, 1.0), 1, True).plan(cursor, 1)
 
 
