@@ -24,6 +24,7 @@ from rlcore.errors import (
 from rlcore.opening import check_same, open_store
 from rlcore.plugins import Kind, check_signature, load_checked, load_function
 from rlcore.rollout import rewards
+from rlcore.rollout.filters.rules import BUILT_IN
 from rlcore.rollout.hooks import Hooks
 from rlcore.sample import Sample, Status
 from rlcore.sources import check_sources, sources_of
@@ -145,7 +146,7 @@ def check_plugins(config: RunConfig) -> None:
             load_checked(held_out.custom_generate_function_path, setting, "generate")
     Hooks(config.rollout, None)
     chosen = config.filter.dynamic_sampling_filter_path
-    if chosen and not chosen.startswith("nonzero_std"):
+    if chosen and chosen not in BUILT_IN:
         setting = "filter.dynamic_sampling_filter_path"
         check_signature(load_function(chosen, setting), "filter", setting)
 
@@ -156,7 +157,9 @@ def check_reward(config: RunConfig) -> None:
     No trial where a custom function generates, since the reward may need what that puts into a
     sample, nor where some samples may fail.
     """
-    if config.rollout.custom_generate_function_path or config.reward.max_failed:
+    rollout = config.rollout
+    own = rollout.custom_generate_function_path or rollout.custom_rollout_function_path
+    if own or config.data.generate_function_key or config.reward.max_failed:
         rewards.check_reward(config.reward)
         return
     row = first_rows(config.data, 1)[0]
@@ -167,6 +170,8 @@ def check_reward(config: RunConfig) -> None:
         prompt=row.prompt,
         label=row.label,
         metadata=row.metadata,
+        multimodal_inputs=row.media,
+        custom_rm_path=row.custom_rm_path,
         status=Status.COMPLETED,
     )
     try:

@@ -302,7 +302,8 @@ class RunConfig(Section):
         rollout, chosen = self.rollout, self.filter.dynamic_sampling_filter_path
         begun, want = rollout.over_sampling_batch_size, rollout.rollout_batch_size
         refilled = begun is not None and chosen is not None
-        if rollout.partial_rollout and (begun or 0) <= want and not refilled:
+        left_over = (begun or 0) > want or refilled or rollout.custom_rollout_function_path
+        if rollout.partial_rollout and not left_over:
             raise ValueError(
                 "rollout.partial_rollout = true, but nothing is ever left over: set "
                 f"rollout.over_sampling_batch_size above rollout.rollout_batch_size = {want}"

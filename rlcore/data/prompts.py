@@ -19,6 +19,8 @@ from rlcore.rollout.limits import ROW_PARAMS_KEY, check_row_params
 from rlcore.sample import Sample
 
 Messages = list[dict[str, Any]]
+# json.dumps would make one for each row.
+_ENCODER = json.JSONEncoder(sort_keys=True, ensure_ascii=False, separators=(",", ":"), default=str)
 
 
 @dataclass(slots=True)
@@ -103,9 +105,7 @@ def prompt_of(row: Row, name: str, config: DataConfig, *, evaluation: bool = Fal
 
 
 def _identity(name: str, row: Row) -> str:
-    content = json.dumps(
-        row.values, sort_keys=True, ensure_ascii=False, separators=(",", ":"), default=str
-    )
+    content = _ENCODER.encode(row.values)
     try:
         text = f"{name}\n{row.number}\n{content}".encode()
     except UnicodeEncodeError:

@@ -119,7 +119,7 @@ def parse_line(line: bytes, number: int, place: str, offset: int = -1) -> Row:
     # The standard parser, not a faster one: it keeps integers of any size, which are labels in
     # maths.
     try:
-        values = json.loads(line.removeprefix(BOM).decode("utf-8"), parse_constant=_no_constant)
+        values = _DECODER.decode(line.removeprefix(BOM).decode("utf-8"))
     except UnicodeDecodeError as error:
         return Row(number, place, error=f"is not UTF-8 (byte {error.start + 1})")
     except json.JSONDecodeError as error:
@@ -133,6 +133,10 @@ def parse_line(line: bytes, number: int, place: str, offset: int = -1) -> Row:
 
 def _no_constant(text: str) -> NoReturn:
     raise ValueError(f"{text} is no JSON number")
+
+
+# json.loads would make one for each line.
+_DECODER = json.JSONDecoder(parse_constant=_no_constant)
 
 
 def _kind(value: Any) -> str:

@@ -12,6 +12,7 @@ from rlcore.rollout.metrics import has_spread
 from rlcore.sample import Sample
 
 SETTING = "filter.dynamic_sampling_filter_path"
+BUILT_IN = ("nonzero_std", "nonzero_std_with_fallback")
 
 
 @dataclass(frozen=True)

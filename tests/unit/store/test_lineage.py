@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from rlcore.config.digest import tree_digest
+from rlcore.data import Order
 from rlcore.errors import NotFound
 from rlcore.sample import Sample, Status
 from rlcore.store import paths
@@ -19,7 +20,7 @@ from rlcore.store.batch import (
     write_table,
 )
 from rlcore.store.lease import Lease
-from rlcore.store.lineage import verify_run
+from rlcore.store.lineage import _PromptOrder, verify_run
 from rlcore.store.manifest import (
     FileRef,
     Manifest,
@@ -462,3 +463,22 @@ def test_a_damaged_buffer_is_named_and_its_rollout_is_done_again(
     assert found
     manifest = found[0]
     assert writer.store.lookup(3, "rollout", manifest.inputs, manifest.config_digest) is None
+
+
+def test_prompts_of_mixed_files_are_checked_against_their_order() -> None:
+    order = Order((3, 5), (1.0, 1.0), 7, True)
+    places = [divmod(k, order.size) for k in range(20)]
+    prompts = [f"p{order.position_at(place)}" for place in places]
+    cursor = {"epoch": 0, "offset": 0, "next_epoch": 2, "next_offset": 4, "size": order.size}
+    config = {"run": {"seed": 7}, "data": {"shuffle": True}}
+
+    def found(prompts: list[str], mix: dict[str, Any] | None) -> list[str]:
+        checked = _PromptOrder(config)
+        checked.mix = mix
+        return list(checked.faults(cursor, prompts, {}, {}, {}))
+
+    mix = {"sizes": [3, 5], "weights": [1.0, 1.0]}
+    assert found(prompts, mix) == []
+    swapped = [prompts[1], prompts[0], *prompts[2:]]
+    assert any("the data plan has row" in fault for fault in found(swapped, mix))
+    assert found(prompts, None)
