@@ -182,6 +182,12 @@ async def test_a_rollout_function_makes_the_batch_and_every_prompt_is_accounted_
     assert first.extra["buffer"]["places"] == [[0, WANT]]
     assert first.extra["dropped"]["places"] == [[0, WANT + 1]]
     assert first.extra["dropped"]["reasons"] == ["not_used"]
+    # Without partial rollouts its prompt alone is kept.
+    assert not any(s.response_length for s in samples_of(plan, first.extra["buffer"]["files"]))
+    partial = plan.rollout.model_copy(update={"partial_rollout": True})
+    whole = await run(replace(plan, rollout=partial, root=plan.root + "2"), servers)
+    kept = samples_of(replace(plan, root=plan.root + "2"), whole.extra["buffer"]["files"])
+    assert all(s.response_length and s.metadata["start_rollout_id"] == 0 for s in kept)
     # What was given back comes first.
     cursor = {**first.cursor, "buffer": first.extra["buffer"]}
     second = await run(plan, servers, 1, cursor)
