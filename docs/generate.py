@@ -15,6 +15,7 @@ from typing import Any
 import pyarrow as pa
 
 from rlcore.config import EvalDataset, RunConfig
+from rlcore.config.data import MixedSet
 from rlcore.config.digest import NOT_COMPUTED
 from rlcore.config.reward import JudgeConfig
 from rlcore.config.section import Section
@@ -38,6 +39,9 @@ def settings() -> str:
         if name == "reward":
             parts.append("### `[reward.judge]`\n\nThe language model that scores.")
             parts.append(section_table(JudgeConfig, all_free=False))
+        if name == "data":
+            parts.append("### `[[data.mix]]`\n\nOne more file of prompts.")
+            parts.append(section_table(MixedSet, all_free=False))
         if name == "eval":
             parts.append("### `[[eval.datasets]]`\n\nOne held-out data set.")
             parts.append(section_table(EvalDataset, all_free=False))

@@ -46,15 +46,26 @@ def train(
     run_id: Annotated[
         str | None, Parameter(help="Name of the run. Default: made from the time.")
     ] = None,
+    eval_prompt_data: Annotated[
+        tuple[str, ...],
+        Parameter(
+            consume_multiple=True,
+            negative="",
+            help="Evaluate on these instead: NAME PATH, and more pairs.",
+        ),
+    ] = (),
     json: Json = False,
 ) -> int:
     """Start a run, or go on with the one of the same name and configuration."""
     from flows.commands.launch import run_training
     from rlcore.config import load_config
+    from rlcore.config.load import with_eval_sets
 
     # Quoted: a name such as 42 or 2026-01-01 is text all the same.
     more = [f"run.id='{run_id}'"] if run_id is not None else []
     base = load_config(config, [*set, *more])
+    if eval_prompt_data:
+        base = with_eval_sets(base, eval_prompt_data)
     return run_training(base, root=root or os.environ.get("SLUICE_ROOT"), as_json=json)
 
 
@@ -191,7 +202,7 @@ def lab(
     json: Json = False,
 ) -> None:
     """Compare all estimators and losses on one stored batch."""
-    from flows.lab import lab as measure
+    from flows.commands.lab import lab as measure
 
     measure(root_of(root), run, iter, policy, as_json=json)
 

@@ -39,6 +39,10 @@ class RewardError(SluiceError, RuntimeError):
     """A scorer failed, hung or returned no number for more samples than the settings allow."""
 
 
+class FilterError(SluiceError, RuntimeError):
+    """The filter dropped so many groups that a batch could not be filled. Never retried."""
+
+
 class StoreError(SluiceError, OSError):
     """The object store could not do what was asked."""
 
@@ -79,5 +83,5 @@ class ActorDied(ClusterError):
     """A Ray actor is gone: its process was killed, or its machine is away."""
 
 
-NEVER_RETRIED = (ConfigError, DataError, PluginError, Conflict, Fenced)
+NEVER_RETRIED = (ConfigError, DataError, PluginError, FilterError, Conflict, Fenced)
 """Errors for which trying the same thing again cannot help."""

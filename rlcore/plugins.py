@@ -22,15 +22,36 @@ from typing import Any, Literal
 
 from rlcore.errors import PluginError
 
-Kind = Literal["generate", "reward", "batched_reward", "filter", "build"]
+Kind = Literal[
+    "generate",
+    "group_generate",
+    "rollout",
+    "buffer_filter",
+    "sample_filter",
+    "all_samples",
+    "reward",
+    "batched_reward",
+    "filter",
+    "build",
+]
 
 PARAMETERS: dict[Kind, tuple[str, ...]] = {
     "generate": ("args", "sample", "sampling_params"),
+    "group_generate": ("args", "samples", "sampling_params"),
+    "rollout": ("args", "rollout_id", "data_source"),
+    "buffer_filter": ("args", "rollout_id", "buffer", "num_samples"),
+    "sample_filter": ("args", "groups"),
+    "all_samples": ("args", "all_groups", "data_source"),
     "reward": ("args", "sample"),
     "batched_reward": ("args", "samples"),
     "filter": ("args", "samples"),
     "build": ("folder", "seed"),
 }
+
+PLAIN: frozenset[Kind] = frozenset(
+    {"filter", "build", "buffer_filter", "sample_filter", "all_samples"}
+)
+"""Kinds that are never async."""
 
 _loaded: dict[Path, tuple[tuple[int, int], ModuleType]] = {}
 
@@ -80,9 +101,10 @@ def check_signature(function: Callable[..., Any], kind: Kind, what: str) -> None
         raise PluginError(
             f"{what}: it is called as {wanted}, but its signature is {signature}: {error}"
         ) from None
-    if kind == "generate" and inspect.isfunction(function) and not is_async(function):
+    is_generate = kind in ("generate", "group_generate")
+    if is_generate and inspect.isfunction(function) and not is_async(function):
         raise PluginError(f"{what}: it must be an `async def {function.__name__}{wanted}`")
-    if kind in ("filter", "build") and is_async(function):
+    if kind in PLAIN and is_async(function):
         raise PluginError(f"{what}: it must be a plain `def`, not async")
 
 

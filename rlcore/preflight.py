@@ -23,8 +23,10 @@ from rlcore.errors import (
 )
 from rlcore.observe.trackers import check_trackers
 from rlcore.opening import check_same, open_store
-from rlcore.plugins import check_signature, load_checked, load_function
+from rlcore.plugins import Kind, check_signature, load_checked, load_function
 from rlcore.rollout import rewards
+from rlcore.rollout.filters.rules import BUILT_IN
+from rlcore.rollout.hooks import Hooks
 from rlcore.rollout.rewards.dispatch import function_name
 from rlcore.sample import Sample, Status
 from rlcore.sources import check_sources, sources_of
@@ -131,7 +133,7 @@ def check_data(config: RunConfig) -> None:
     """Every row of every data set can be read and has the columns that are named."""
     check_dataset(config.data)
     for held_out in config.eval.datasets:
-        check_dataset(config.data.model_copy(update={"path": held_out.path}))
+        check_dataset(held_out.data(config.data), evaluation=True)
 
 
 def check_plugins(config: RunConfig) -> None:
@@ -139,9 +141,15 @@ def check_plugins(config: RunConfig) -> None:
     generate = config.rollout.custom_generate_function_path
     if generate:
         setting = "rollout.custom_generate_function_path"
-        check_signature(load_function(generate, setting), "generate", setting)
+        kind: Kind = "group_generate" if config.rollout.group_generate else "generate"
+        check_signature(load_function(generate, setting), kind, setting)
+    for held_out in config.eval.datasets:
+        if held_out.custom_generate_function_path:
+            setting = f"custom_generate_function_path of eval.datasets {held_out.name!r}"
+            load_checked(held_out.custom_generate_function_path, setting, "generate")
+    Hooks(config.rollout, None)
     chosen = config.filter.dynamic_sampling_filter_path
-    if chosen and chosen != "nonzero_std":
+    if chosen and chosen not in BUILT_IN:
         setting = "filter.dynamic_sampling_filter_path"
         check_signature(load_function(chosen, setting), "filter", setting)
 
@@ -152,7 +160,9 @@ def check_reward(config: RunConfig) -> None:
     No trial where a custom function generates, since the reward may need what that puts into a
     sample, nor where some samples may fail.
     """
-    if config.rollout.custom_generate_function_path or config.reward.max_failed:
+    rollout = config.rollout
+    own = rollout.custom_generate_function_path or rollout.custom_rollout_function_path
+    if own or config.data.generate_function_key or config.reward.max_failed:
         rewards.check_reward(config.reward)
         return
     row = first_rows(config.data, 1)[0]
@@ -163,6 +173,8 @@ def check_reward(config: RunConfig) -> None:
         prompt=row.prompt,
         label=row.label,
         metadata=row.metadata,
+        multimodal_inputs=row.media,
+        custom_rm_path=row.custom_rm_path,
         status=Status.COMPLETED,
     )
     try:

@@ -68,6 +68,7 @@ class Sample:
     apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     multimodal_inputs: dict[str, Any] | None = None
     multimodal_train_inputs: dict[str, Any] | None = None
+    multimodal_train_input_id: Any = None
     rollout_routed_experts: Any = None
     """int32 array [len(tokens) - 1, layers, top_k] or None."""
     rollout_top_p_token_ids: list[int] | None = None

@@ -1,6 +1,7 @@
 """Filter: which groups of a scored rollout are trained on."""
 
-from rlcore.config.digest import STAGE_SECTIONS
+from rlcore.config.digest import STAGE_SECTIONS, config_digest
+from rlcore.rollout.stored import is_decided
 from rlcore.run import Run
 from rlcore.store.manifest import StageRef
 from rlcore.work import Work
@@ -9,6 +10,11 @@ from tasks.stage import stage
 
 @stage("filter", sections=STAGE_SECTIONS["filter"], retries=2)
 async def select(run: Run, i: int, rollout: StageRef, reward: StageRef) -> Work:
-    """Keep or drop whole groups; what is dropped is counted by reason."""
+    """Keep or drop whole groups; what is dropped is counted by reason.
+
+    Groups that the rollout chose by the same filter and the same scores are kept as they are.
+    """
     batch, scores = run.store.manifest(rollout), run.store.manifest(reward)
-    return await run.fleet.select(i, rollout=batch.files, scores=scores.files)
+    digest = config_digest(run.config, *STAGE_SECTIONS["filter"])
+    decided = is_decided(batch.extra, scores.extra, digest)
+    return await run.fleet.select(i, rollout=batch.files, scores=scores.files, decided=decided)

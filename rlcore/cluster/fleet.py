@@ -139,15 +139,22 @@ class Fleet:
         """Have the trainer read a rollout while others work on it."""
         self._actors.trainer.read_ahead(rollout)
 
-    async def score(self, i: int, rollout: tuple[FileRef, ...]) -> Work:
-        """A score for each sample of a rollout."""
-        return await self._by_worker("reward", i, rollout)
+    async def score(
+        self, i: int, rollout: tuple[FileRef, ...], early: tuple[FileRef, ...] | None = None
+    ) -> Work:
+        """A score for each sample of a rollout: its `early` ones, where it has them."""
+        return await self._by_worker("reward", i, rollout, early)
 
     async def select(
-        self, i: int, rollout: tuple[FileRef, ...], scores: tuple[FileRef, ...]
+        self,
+        i: int,
+        rollout: tuple[FileRef, ...],
+        scores: tuple[FileRef, ...],
+        *,
+        decided: bool = False,
     ) -> Work:
-        """The groups to train on."""
-        return await self._by_worker("filter", i, rollout, scores)
+        """The groups to train on: all that have a reward, where the rollout has `decided`."""
+        return await self._by_worker("filter", i, rollout, scores, decided)
 
     async def evaluate(self, i: int) -> Work:
         """Responses to the evaluation prompts by policy version i + 1, scored."""

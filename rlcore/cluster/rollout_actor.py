@@ -31,17 +31,20 @@ from rlcore.config.tree import (
 )
 from rlcore.data import Dataset, load_dataset
 from rlcore.errors import ConfigError, EngineError, Fenced
-from rlcore.rollout.buffer import read_buffer, write_buffer
-from rlcore.rollout.evaluate import EvalSet, evaluate
-from rlcore.rollout.filters import Scored
+from rlcore.rollout.buffer import Group, read_buffer, write_buffer
+from rlcore.rollout.evaluate import EvalSet, evaluate, set_score
+from rlcore.rollout.filters import GroupRule, Scored
 from rlcore.rollout.generate import Generator
+from rlcore.rollout.hooks import Hooks
+from rlcore.rollout.judge import GroupJudge, judged_by, samples_dynamically
 from rlcore.rollout.limits import Limits
-from rlcore.rollout.loop import RolloutRequest, rollout
+from rlcore.rollout.loop import Dropped, DynamicFilter, RolloutBatch, rollout
 from rlcore.rollout.metrics import reward_metrics
 from rlcore.rollout.pool import EnginePool
 from rlcore.rollout.rewards.protocol import Score
 from rlcore.rollout.rewards.scorer import Scorer
 from rlcore.rollout.stored import (
+    DECIDED,
     by_group,
     choose,
     filter_rule,
@@ -51,10 +54,11 @@ from rlcore.rollout.stored import (
     scored_of,
     write_rows,
 )
+from rlcore.rollout.supply import RolloutRequest
 from rlcore.sample import Sample
 from rlcore.store.manifest import FileRef
 from rlcore.store.objects import Objects
-from rlcore.store.paths import buffer_prefix, part_key
+from rlcore.store.paths import buffer_prefix, dropped_prefix, part_key, scores_prefix
 
 if TYPE_CHECKING:
     from rlcore.store.batch import SamplesWriter
@@ -198,6 +202,7 @@ class RolloutActor:
         request = RolloutRequest(
             iteration, plan.seed, plan.data.shuffle, cursor, str(policy_version), buffer
         )
+        self._hooks = Hooks(plan.rollout, plan.reward.reward_key)
         generator = Generator(plan.rollout, loaded.tokenizer, pool)
         with self._writer(iteration, attempt) as writer:
             made = await rollout(
@@ -208,19 +213,18 @@ class RolloutActor:
                 generator,
                 plan.num_gpus,
                 ready=writer.add,
+                dynamic=self._dynamic(),
+                hooks=self._hooks,
             )
             log.info("iteration %d: %s", iteration, shown(made.metrics))
             rolled = time.perf_counter()
             writer.add(made.samples[writer.count :])
             files = await asyncio.to_thread(writer.finish)
         self._batch = (_digests(files), made.samples)
-        extra = {}
-        if made.left:
-            prefix = buffer_prefix(plan.run_id, iteration, attempt)
-            extra["buffer"] = await asyncio.to_thread(
-                write_buffer, self._objects, prefix, made.left
-            )
+        extra = await asyncio.to_thread(self._write_beside, iteration, attempt, made)
         data = loaded.dataset
+        if data.sizes:
+            extra["mix"] = {"sizes": list(data.sizes), "weights": list(data.weights)}
         counts = {"data/skipped_rows": data.skipped, "data/too_long_prompts": data.too_long}
         return StageReport(
             files=files,
@@ -237,14 +241,28 @@ class RolloutActor:
         )
 
     async def reward(
-        self, epoch: int, iteration: int, attempt: str, rollout_files: Files
+        self,
+        epoch: int,
+        iteration: int,
+        attempt: str,
+        rollout_files: Files,
+        early: Files | None = None,
     ) -> StageReport:
-        """Score a committed rollout and write one narrow row a sample."""
+        """Score a committed rollout and write one narrow row a sample.
+
+        Args:
+            epoch, iteration, attempt: as those of `rollout`.
+            rollout_files: of the rollout.
+            early: the scores that its groups were chosen by; None: it has none that fit.
+        """
         self._fence(epoch)
         began = time.perf_counter()
         samples = await self._samples(rollout_files)
         read = time.perf_counter()
-        scores = await self._scorer.score(samples)
+        if early is None:
+            scores = await self._scorer.score(samples)
+        else:
+            scores = (await asyncio.to_thread(read_scores, self._objects, early))[1]
         scored = time.perf_counter()
         rows = score_rows(samples, scores)
         ref = await self._write_rows("reward", iteration, attempt, rows)
@@ -257,6 +275,7 @@ class RolloutActor:
                 "score": scored - read,
                 "write": time.perf_counter() - scored,
             },
+            extra={} if early is None else {"scored_by": "rollout"},
         )
 
     async def filter(
@@ -266,12 +285,17 @@ class RolloutActor:
         attempt: str,
         rollout_files: Files,
         reward_files: Files,
+        decided: bool = False,
     ) -> StageReport:
-        """Choose the groups to train on and write one narrow row a sample."""
+        """Choose the groups to train on and write one narrow row a sample.
+
+        Args:
+            epoch, iteration, attempt: as those of `rollout`.
+            rollout_files, reward_files: of the stages before.
+            decided: the rollout has chosen its groups by this filter and these scores.
+        """
         self._fence(epoch)
-        plan = self._plan
-        n_samples = plan.rollout.n_samples_per_prompt
-        rule = filter_rule(plan.filter, plan.reward.reward_key, n_samples)
+        rule = DECIDED if decided else self._rule()
         scored, scores = await self._read_scores(reward_files)
         samples = await self._samples(rollout_files) if rule.needs_samples else []
         chosen = await asyncio.to_thread(choose, rule, scored, scores, samples)
@@ -335,6 +359,24 @@ class RolloutActor:
     async def _loaded(self) -> _Loaded:
         return await asyncio.wrap_future(self._loading)
 
+    def _rule(self) -> GroupRule:
+        plan = self._plan
+        return filter_rule(plan.filter, plan.reward.reward_key, plan.rollout.n_samples_per_prompt)
+
+    @property
+    def _is_dynamic(self) -> bool:
+        return samples_dynamically(self._plan.rollout, self._plan.filter)
+
+    def _dynamic(self) -> DynamicFilter | None:
+        plan = self._plan
+        if not (self._is_dynamic or self._hooks.need_scores):
+            return None
+        batch = plan.rollout.rollout_batch_size * plan.rollout.n_samples_per_prompt
+        rule = self._rule() if self._is_dynamic else None
+        judge = GroupJudge(self._scorer, rule, plan.reward, batch)
+        chosen = plan.filter.dynamic_sampling_filter_path
+        return DynamicFilter(judge, f"filter.dynamic_sampling_filter_path = {chosen!r}")
+
     def _engines(self) -> EnginePool:
         if self._pool is None:
             raise EngineError(f"run {self._plan.run_id}: the rollout worker was given no engines")
@@ -380,11 +422,38 @@ class RolloutActor:
             lambda: write_table(self._objects, key, samples_to_table(samples))
         )
 
+    def _write_beside(self, iteration: int, attempt: str, made: RolloutBatch) -> dict[str, Any]:
+        """What belongs to a rollout beside its samples: `extra` of its manifest."""
+        where, extra = (self._plan.run_id, iteration, attempt), {}
+        if made.left:
+            extra["buffer"] = write_buffer(self._objects, buffer_prefix(*where), made.left)
+        if made.dropped:
+            groups = [_with_scores(one) for one in made.dropped]
+            extra["dropped"] = write_buffer(self._objects, dropped_prefix(*where), groups)
+            extra["dropped"]["reasons"] = [one.reason for one in made.dropped]
+        if made.scores is not None:
+            prefix = scores_prefix(*where)
+            rows = score_rows(made.samples, made.scores)
+            ref = write_rows(self._objects, f"{prefix}/part-00000.parquet", "reward", rows)
+            extra["scores"] = {
+                "key_prefix": prefix,
+                "files": [ref.model_dump(mode="json")],
+                **judged_by(self._plan.reward, self._plan.filter, filtered=self._is_dynamic),
+            }
+        return extra
+
     async def _write_rows(
         self, stage: str, iteration: int, attempt: str, rows: list[dict[str, Any]]
     ) -> FileRef:
         key = part_key(self._plan.run_id, iteration, stage, 0, attempt)
         return await asyncio.to_thread(write_rows, self._objects, key, stage, rows)
+
+
+def _with_scores(dropped: Dropped) -> Group:
+    if dropped.scores:
+        for sample, score in zip(dropped.group.samples, dropped.scores, strict=True):
+            set_score(sample, score)
+    return dropped.group
 
 
 def _load(plan: RolloutPlan) -> _Loaded:
@@ -396,8 +465,9 @@ def _load(plan: RolloutPlan) -> _Loaded:
     )
     eval_sets = []
     for held_out in plan.eval.datasets:
-        own = plan.data.model_copy(update={"path": held_out.path, "max_prompt_len": None})
-        eval_sets.append(EvalSet(held_out, load_dataset(own, lambda: tokenizer)))
+        own = held_out.data(plan.data)
+        found = load_dataset(own, lambda: tokenizer, evaluation=True)
+        eval_sets.append(EvalSet(held_out, found))
     return _Loaded(
         tokenizer=tokenizer,
         dataset=load_dataset(plan.data, lambda: tokenizer),

@@ -22,7 +22,11 @@ STAGE_SECTIONS: dict[str, tuple[str, ...]] = {
     "train": ("run", "model", "algorithm", "train"),
     "evaluate": ("run", "eval", "reward", "rollout"),
 }
-"""The sections that a stage's result depends on, beside its inputs, where others need to know."""
+"""The sections that a stage's result depends on, beside its inputs, where others need to know.
+
+A rollout that scores and filters its groups as it goes depends on the settings of those stages too;
+`extra["scores"]` of its manifest holds their digests.
+"""
 
 
 def config_digest(config: RunConfig, *sections: str) -> str:

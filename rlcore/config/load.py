@@ -17,9 +17,10 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from rlcore.config.eval_file import named_paths, read_eval_file
 from rlcore.config.fields import path_kind, section_of
 from rlcore.config.presets import PRESETS
-from rlcore.config.tree import RunConfig, StorageConfig
+from rlcore.config.tree import EvalDataset, RunConfig, StorageConfig
 from rlcore.errors import ConfigError
 
 Tree = dict[str, Any]
@@ -51,10 +52,28 @@ def build_config(tree: Mapping[str, Any]) -> RunConfig:
     if isinstance(storage := tree.get("storage", {}), Mapping) and "root" not in storage:
         root = str(StorageConfig.model_fields["root"].default)
         tree["storage"] = {"root": absolute(root, "file", Path.cwd()), **storage}
+    tree = _with_eval_file(tree)
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as error:
         raise ConfigError("; ".join(explain(error))) from None
+
+
+def _with_eval_file(tree: Tree) -> Tree:
+    """`eval.eval_config` replaced by the data sets that it lists."""
+    section = tree.get("eval")
+    if not isinstance(section, Mapping) or not isinstance(section.get("eval_config"), str):
+        return tree
+    own = dict(section)
+    path = own.pop("eval_config")
+    if path:
+        if own.get("datasets"):
+            raise ConfigError("eval.eval_config and eval.datasets are both given; use one of them")
+        rollout = tree.get("rollout", {})
+        entries = read_eval_file(path, rollout if isinstance(rollout, Mapping) else {})
+        folder = Path(path).parent
+        own["datasets"] = [resolve_paths(entry, EvalDataset, folder) for entry in entries]
+    return tree | {"eval": own}
 
 
 def with_sets(config: RunConfig, sets: Sequence[str]) -> RunConfig:
@@ -80,6 +99,16 @@ def dotted(values: Mapping[str, Any]) -> dict[str, Any]:
         else:
             out[key] = value
     return out
+
+
+def with_eval_sets(config: RunConfig, words: Sequence[str]) -> RunConfig:
+    """A copy of `config` that is evaluated on `name path name path ...` and on nothing else.
+
+    Raises:
+        ConfigError: as `load_config`, or a name has no path.
+    """
+    datasets = named_paths(words, config.rollout.model_dump())
+    return with_values(config, {"eval.datasets": datasets})
 
 
 def _with(config: RunConfig, settings: Iterable[tuple[list[str], Any]]) -> RunConfig:

@@ -20,8 +20,13 @@ from urllib.parse import urlsplit
 from pydantic import ConfigDict, Field, model_validator
 
 from rlcore.config.algorithm import AlgorithmConfig as AlgorithmConfig
+from rlcore.config.data import DataConfig as DataConfig
+from rlcore.config.data import EvalConfig as EvalConfig
+from rlcore.config.data import EvalDataset as EvalDataset
 from rlcore.config.reward import JudgeConfig as JudgeConfig
 from rlcore.config.reward import RewardConfig as RewardConfig
+from rlcore.config.rollout import FilterConfig as FilterConfig
+from rlcore.config.rollout import RolloutConfig as RolloutConfig
 from rlcore.config.secrets import names_a_secret
 from rlcore.config.section import FilePath as FilePath
 from rlcore.config.section import FunctionPath as FunctionPath
@@ -62,145 +67,6 @@ class ModelConfig(Section):
         if bool(self.path) == bool(self.build):
             raise ValueError("give exactly one of model.path and model.build")
         return self
-
-
-class DataConfig(Section):
-    """The prompts to train on."""
-
-    path: Annotated[FilePath, Field(min_length=1)]
-    """JSONL or Parquet file, or a folder of Hugging Face datasets; rows as `f.jsonl@[0:100]`."""
-    input_key: str = "prompt"
-    """Column of the prompt: text, or a list of chat messages."""
-    label_key: str | None = None
-    """Column of the right answer, handed to the reward function."""
-    metadata_key: str = "metadata"
-    """Column with a JSON object handed to the reward function; rows may lack it."""
-    tool_key: str | None = None
-    """Column with a list of tool descriptions for the chat template."""
-    apply_chat_template: bool = False
-    """Turn the prompt into text by the tokenizer's chat template, generation prompt added."""
-    apply_chat_template_kwargs: dict[str, Scalar] = {}
-    """More arguments of the chat template."""
-    shuffle: bool = True
-    """Visit the rows of each epoch in an order drawn from run.seed and the epoch."""
-    skip_bad_rows: bool = False
-    """Skip and count rows that cannot be read, instead of stopping with an error."""
-    max_prompt_len: PositiveInt | None = None
-    """Leave out prompts of more tokens than this; the count is reported."""
-
-
-class RolloutConfig(Section):
-    """How responses are generated."""
-
-    OPERATIONAL = frozenset(
-        {
-            "concurrency",
-            "request_timeout_s",
-            "request_retries",
-            "start_timeout_s",
-            "health_check_interval_s",
-            "health_check_timeout_s",
-            "num_engines",
-        }
-    )
-
-    engine: Literal["embedded", "sglang"] = "embedded"
-    """`embedded` runs on CPU inside this package; `sglang` needs a GPU."""
-    rollout_batch_size: PositiveInt = 32
-    """Prompts an iteration."""
-    n_samples_per_prompt: PositiveInt = 8
-    """Responses a prompt: the size of a group."""
-    max_response_len: PositiveInt = 1024
-    """Most tokens of a response."""
-    temperature: Annotated[float, Field(ge=0)] = 1.0
-    """Sampling temperature; the trainer divides its logits by it too."""
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Nucleus sampling; 1 is off."""
-    top_k: Annotated[int, Field(ge=-1)] = -1
-    """Sample among the k likeliest tokens; -1 is off."""
-    stop: list[str] = []
-    """Strings that end a response."""
-    stop_token_ids: list[int] = []
-    """Token ids that end a response, beside the end-of-sequence id."""
-    skip_special_tokens: bool = False
-    """Leave special tokens out of the response text."""
-    context_length: PositiveInt | None = None
-    """Longest prompt plus response of the engine; default: the model's."""
-    custom_generate_function_path: FunctionPath | None = None
-    """A function `async generate(args, sample, sampling_params)` in place of one request."""
-    over_sampling_batch_size: PositiveInt | None = None
-    """Prompts begun at a time; the first rollout_batch_size to finish are used. None: no more."""
-    partial_rollout: bool = False
-    """Keep what over-sampling began and did not use, and go on with it in the next iteration."""
-    mask_offpolicy_in_partial_rollout: bool = False
-    """Do not train on tokens of older policies; kept groups that were whole are begun anew."""
-    num_engines: PositiveInt | None = None
-    """Engines to run; default: cluster.rollout_num_gpus / cluster.rollout_num_gpus_per_engine."""
-    max_running_requests: PositiveInt | None = None
-    """Requests an engine works on at once; default: the engine's own choice."""
-    concurrency: PositiveInt = 512
-    """Samples in flight at an engine at once."""
-    request_timeout_s: Annotated[float, Field(gt=0)] = 600.0
-    """Seconds after which a request to an engine is given up and tried elsewhere."""
-    request_retries: Annotated[int, Field(ge=0)] = 3
-    """How often a failed request is sent again."""
-    start_timeout_s: Annotated[float, Field(gt=0)] = 600.0
-    """Seconds an engine may take to answer its first health check."""
-    health_check_interval_s: Annotated[float, Field(gt=0)] = 1.0
-    """Seconds between two looks at the engines; one that has died is started again."""
-    health_check_timeout_s: Annotated[float, Field(gt=0)] = 15.0
-    """Seconds without an answer after which an engine counts as hung and is started again."""
-
-    @model_validator(mode="after")
-    def _greedy_has_no_groups(self) -> "RolloutConfig":
-        if self.temperature == 0 and self.n_samples_per_prompt > 1:
-            raise ValueError(
-                "rollout.temperature = 0 gives the same response n_samples_per_prompt "
-                f"= {self.n_samples_per_prompt} times; use a temperature above 0"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _over_sampling_adds_up(self) -> "RolloutConfig":
-        begun = self.over_sampling_batch_size
-        if begun is not None and begun < self.rollout_batch_size:
-            raise ValueError(
-                f"rollout.over_sampling_batch_size = {begun} is less than "
-                f"rollout.rollout_batch_size = {self.rollout_batch_size}: an iteration could not "
-                "be filled; make it larger, or leave it out"
-            )
-        if self.partial_rollout and (begun or 0) <= self.rollout_batch_size:
-            raise ValueError(
-                "rollout.partial_rollout = true, but nothing is ever left over: set "
-                "rollout.over_sampling_batch_size above rollout.rollout_batch_size = "
-                f"{self.rollout_batch_size}"
-            )
-        if self.mask_offpolicy_in_partial_rollout and not self.partial_rollout:
-            raise ValueError(
-                "rollout.mask_offpolicy_in_partial_rollout = true needs rollout.partial_rollout "
-                "= true: without it no sample has tokens of an older policy"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _limits_agree(self) -> "RolloutConfig":
-        if self.top_k == 0:
-            raise ValueError(
-                "rollout.top_k = 0 leaves no token to sample; use -1 (off) or 1 and up"
-            )
-        if self.context_length is not None and self.context_length <= self.max_response_len:
-            raise ValueError(
-                f"rollout.context_length = {self.context_length} leaves no room for a prompt "
-                f"beside rollout.max_response_len = {self.max_response_len}"
-            )
-        return self
-
-
-class FilterConfig(Section):
-    """Which groups are trained on."""
-
-    dynamic_sampling_filter_path: FunctionPath | Literal["nonzero_std"] | None = None
-    """`nonzero_std` drops groups of equal rewards; or `filter(args, samples, **kwargs) -> bool`."""
 
 
 class TrainConfig(Section):
@@ -262,45 +128,6 @@ class WeightsConfig(Section):
     """Fixed token sequences whose log-probs engine and trainer must agree on after each sync."""
     canary_tolerance: Annotated[float, Field(gt=0)] | None = None
     """Largest mean absolute difference; default: 1e-4 where both compute in float32, else 0.1."""
-
-
-class EvalDataset(Section):
-    """One held-out data set."""
-
-    model_config = ConfigDict(title="data set")
-
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")]
-    """Name in the metrics."""
-    path: Annotated[FilePath, Field(min_length=1)]
-    """As data.path."""
-    n_samples_per_eval_prompt: PositiveInt = 1
-    """Responses a prompt."""
-    temperature: Annotated[float, Field(ge=0)] = 0.0
-    """Sampling temperature."""
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Nucleus sampling."""
-    max_response_len: PositiveInt | None = None
-    """Default: rollout.max_response_len."""
-    pass_threshold: float = 1.0
-    """Smallest reward that counts as solved in pass@k."""
-
-
-class EvalConfig(Section):
-    """Evaluation during training."""
-
-    eval_interval: PositiveInt | None = None
-    """Iterations between evaluations; none: never."""
-    datasets: list[EvalDataset] = []
-    """What to evaluate on."""
-
-    @model_validator(mode="after")
-    def _has_datasets(self) -> "EvalConfig":
-        if self.eval_interval is not None and not self.datasets:
-            raise ValueError("eval.eval_interval is set but eval.datasets is empty")
-        names = [d.name for d in self.datasets]
-        if len(set(names)) != len(names):
-            raise ValueError(f"eval.datasets has two entries of one name: {names}")
-        return self
 
 
 class CheckpointConfig(Section):
@@ -425,6 +252,25 @@ class RunConfig(Section):
                     if rest
                     else f"equal, as with train.global_batch_size = {size}"
                 )
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _over_sampling_has_a_use(self) -> "RunConfig":
+        rollout, chosen = self.rollout, self.filter.dynamic_sampling_filter_path
+        begun, want = rollout.over_sampling_batch_size, rollout.rollout_batch_size
+        refilled = begun is not None and chosen is not None
+        left_over = (begun or 0) > want or refilled or rollout.custom_rollout_function_path
+        if rollout.partial_rollout and not left_over:
+            raise ValueError(
+                "rollout.partial_rollout = true, but nothing is ever left over: set "
+                f"rollout.over_sampling_batch_size above rollout.rollout_batch_size = {want}"
+            )
+        if chosen == "nonzero_std_with_fallback" and (begun or 0) <= want:
+            raise ValueError(
+                "filter.dynamic_sampling_filter_path = 'nonzero_std_with_fallback' drops only what "
+                "over-sampling can replace: set rollout.over_sampling_batch_size above "
+                f"rollout.rollout_batch_size = {want}, or use 'nonzero_std'"
             )
         return self
 

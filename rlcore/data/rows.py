@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 SLICE = re.compile(r"^(?P<path>.+)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]$")
 LINES = (".jsonl", ".json")
+BOM = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +32,14 @@ class Row:
         number: counted from 0 in the whole file.
         place: where a person finds it, such as `prompts.jsonl line 3`.
         values: the columns; empty where `error` says what is wrong with the row.
+        offset: byte of its file that its line begins at; -1 where it has none.
     """
 
     number: int
     place: str
     values: Mapping[str, Any] = field(default_factory=dict)
     error: str | None = None
+    offset: int = -1
 
 
 def split_slice(path: str) -> tuple[Path, slice]:
@@ -87,16 +90,16 @@ def _line_rows(path: Path, part: slice) -> Iterator[Row]:
     number = -1
     try:
         with path.open("rb") as file:
+            end = 0
             for line_number, line in enumerate(file, start=1):
-                if line_number == 1:
-                    line = line.removeprefix(b"\xef\xbb\xbf")
-                if not line.strip():
+                offset, end = end, end + len(line)
+                if not line.removeprefix(BOM).strip():
                     continue
                 number += 1
                 if stop is not None and number >= stop:
                     return
                 if number >= start:
-                    yield _parse(line, number, f"{path} line {line_number}")
+                    yield parse_line(line, number, f"{path} line {line_number}", offset)
     except OSError as error:
         raise DataError(f"data file {path} cannot be read: {error}") from None
 
@@ -111,11 +114,12 @@ def _bounds(path: Path, part: slice) -> tuple[int, int | None]:
     return start, stop
 
 
-def _parse(line: bytes, number: int, place: str) -> Row:
+def parse_line(line: bytes, number: int, place: str, offset: int = -1) -> Row:
+    """A line as a row; one that cannot be read has its error."""
     # The standard parser, not a faster one: it keeps integers of any size, which are labels in
     # maths.
     try:
-        values = json.loads(line.decode("utf-8"), parse_constant=_no_constant)
+        values = _DECODER.decode(line.removeprefix(BOM).decode("utf-8"))
     except UnicodeDecodeError as error:
         return Row(number, place, error=f"is not UTF-8 (byte {error.start + 1})")
     except json.JSONDecodeError as error:
@@ -124,11 +128,15 @@ def _parse(line: bytes, number: int, place: str) -> Row:
         return Row(number, place, error=f"is not valid JSON: {error}")
     if not isinstance(values, dict):
         return Row(number, place, error=f"holds {_kind(values)}, not a JSON object with columns")
-    return Row(number, place, values)
+    return Row(number, place, values, offset=offset)
 
 
 def _no_constant(text: str) -> NoReturn:
     raise ValueError(f"{text} is no JSON number")
+
+
+# json.loads would make one for each line.
+_DECODER = json.JSONDecoder(parse_constant=_no_constant)
 
 
 def _kind(value: Any) -> str:

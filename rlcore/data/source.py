@@ -112,8 +112,8 @@ def position_at(size: int, seed: int, shuffle: bool, place: Place) -> int:
     return int(permutation(size, seed, epoch)[offset]) if shuffle else offset
 
 
-@lru_cache(maxsize=2)
-def permutation(size: int, seed: int, epoch: int) -> "NDArray[np.int64]":
+@lru_cache(maxsize=8)
+def permutation(size: int, seed: int | str, epoch: int) -> "NDArray[np.int64]":
     """The order of the rows in one epoch: a read-only int64 array [size].
 
     Rows are sorted by a 64-bit key of (seed, epoch, row): SplitMix64 (Steele et al., 2014) seeded

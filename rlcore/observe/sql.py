@@ -29,7 +29,7 @@ from rlcore.errors import Corrupt, StoreError
 from rlcore.store.manifest import Manifest, StageRef
 from rlcore.store.objects import Objects
 from rlcore.store.run_store import RunStore, run_ids
-from rlcore.store.schema import SAMPLES, SCORES, SELECTION
+from rlcore.store.schema import LATER, SAMPLES, SCORES, SELECTION
 
 log = logging.getLogger("sluice.sql")
 
@@ -151,7 +151,8 @@ def _create_parts(
         return
     table = pa.table({"name": names, "run_id": runs, "iteration": iterations, "start": starts})
     connection.register(f"{stage}_files", table)
-    own = ", ".join(f'p."{name}"' for name in schema.names if name != "row")
+    # Runs of older versions lie beside this one's, and lack what has come since.
+    own = ", ".join(f'p."{name}"' for name in schema.names if name not in {"row", *LATER})
     # A re-run names the files of the run that it shares them with: each is read once.
     listed = ", ".join(_quoted(url) for url in dict.fromkeys(urls))
     connection.execute(
@@ -165,7 +166,7 @@ def _create_parts(
 def _empty(schema: pa.Schema) -> pa.Table:
     head = [pa.field("run_id", pa.string()), pa.field("iteration", pa.int64())]
     row = pa.field("row", pa.int64())
-    rest = [field for field in schema if field.name != "row"]
+    rest = [field for field in schema if field.name not in {"row", *LATER}]
     return pa.schema([*head, row, *rest]).empty_table()
 
 
@@ -200,8 +201,8 @@ _STAGE_SCHEMA = pa.schema(
     ]
 )
 
-_OF_OTHER_STAGES = ("status", "reward")
-_ROLLOUT_COLUMNS = ", ".join(f'r."{n}"' for n in SAMPLES.names if n not in _OF_OTHER_STAGES)
+_HIDDEN = {"status", "reward", *LATER}
+_ROLLOUT_COLUMNS = ", ".join(f'r."{n}"' for n in SAMPLES.names if n not in _HIDDEN)
 _SAMPLES_VIEW = f"""
 CREATE VIEW samples AS
 SELECT r.run_id, r.iteration, r.row, {_ROLLOUT_COLUMNS},

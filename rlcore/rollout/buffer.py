@@ -176,12 +176,17 @@ def in_order(groups: Sequence[Group]) -> list[Group]:
     return sorted(groups, key=lambda group: group.place)
 
 
-def number(groups: Sequence[Group]) -> list[Sample]:
-    """The samples of groups as a batch: numbered in their order."""
+def number(groups: Sequence[Group], before: tuple[int, int] = (0, 0)) -> list[Sample]:
+    """The samples of groups as a batch: numbered in their order.
+
+    Args:
+        groups: in order.
+        before: groups, and samples, that have numbers already.
+    """
     samples: list[Sample] = []
-    for group_index, group in enumerate(groups):
+    for group_index, group in enumerate(groups, before[0]):
         for sample in group.samples:
-            sample.group_index, sample.index = group_index, len(samples)
+            sample.group_index, sample.index = group_index, before[1] + len(samples)
             samples.append(sample)
     return samples
 

@@ -15,11 +15,11 @@ from rlcore.config.tree import EvalDataset, RolloutConfig
 from rlcore.data import Dataset
 from rlcore.rollout.generate import Generator
 from rlcore.rollout.groups import split_groups
-from rlcore.rollout.loop import make_groups
 from rlcore.rollout.metrics import length_metrics, pass_at_k
 from rlcore.rollout.pool import EnginePool
 from rlcore.rollout.rewards.protocol import Score
 from rlcore.rollout.rewards.scorer import Scorer
+from rlcore.rollout.supply import make_groups
 from rlcore.rollout.together import all_of
 from rlcore.sample import Sample, Status
 
@@ -92,17 +92,41 @@ async def _generate(
     version: str | None,
 ) -> list[Sample]:
     config, n = one.config, one.config.n_samples_per_eval_prompt
-    own = rollout.model_copy(
-        update={
-            "temperature": config.temperature,
-            "top_p": config.top_p,
-            "max_response_len": config.max_response_len or rollout.max_response_len,
-        }
-    )
+    own, more = eval_settings(config, rollout)
     prompts = one.dataset.tokenized(range(len(one.dataset)), tokenizer)
     samples = make_groups(prompts, n, run_seed, f"eval-{config.name}")
-    generator = Generator(own, tokenizer, pool, evaluation=True)
+    for sample in samples:
+        sample.custom_rm_path = config.custom_rm_path or sample.custom_rm_path
+        sample.metadata |= config.metadata_overrides
+        if config.rm_type is not None:
+            sample.metadata["rm_type"] = config.rm_type
+    generator = Generator(own, tokenizer, pool, evaluation=True, more=more)
     return await generator.run(samples, n, version)
+
+
+def eval_settings(
+    config: EvalDataset, rollout: RolloutConfig
+) -> tuple[RolloutConfig, dict[str, Any]]:
+    """How a data set's responses are generated: the section, and sampling parameters beside it.
+
+    What the data set does not say is as in the section `rollout`.
+    """
+    names = (
+        "temperature",
+        "top_p",
+        "top_k",
+        "max_response_len",
+        "stop",
+        "stop_token_ids",
+        "skip_special_tokens",
+        "custom_generate_function_path",
+    )
+    own = {name: getattr(config, name) for name in names if getattr(config, name) is not None}
+    if config.custom_generate_function_path is not None:
+        own["group_generate"] = False
+    beside = ("min_new_tokens", "repetition_penalty", "no_stop_trim")
+    more = {name: getattr(config, name) for name in beside if getattr(config, name) is not None}
+    return rollout.model_copy(update=own), more
 
 
 def eval_metrics(

@@ -18,9 +18,11 @@ from typing import Any
 
 from rlcore.config.tree import RolloutConfig
 from rlcore.errors import DataError, EngineError, PluginError, SluiceError
-from rlcore.plugins import load_checked
+from rlcore.plugins import Kind, load_checked
 from rlcore.rollout.args import PluginArgs
 from rlcore.rollout.client import GenerateRequest, GenerateResult
+from rlcore.rollout.groups import split_groups
+from rlcore.rollout.limits import ROW_PARAMS_KEY
 from rlcore.rollout.pool import EnginePool
 from rlcore.rollout.together import all_of
 from rlcore.sample import Sample, Status
@@ -28,7 +30,7 @@ from rlcore.sample import Sample, Status
 SETTING = "rollout.custom_generate_function_path"
 Params = dict[str, Any]
 Ready = Callable[[Sequence[Sample]], None]
-CustomGenerate = Callable[..., Awaitable[Sample]]
+CustomGenerate = Callable[..., Awaitable[Any]]
 
 OPEN = frozenset({Status.PENDING, Status.ABORTED})
 """Statuses of samples that are still to be generated, or to be gone on with."""
@@ -98,26 +100,32 @@ class Generator:
         tokenizer: of the model; handed to a custom function.
         pool: the engines.
         evaluation: told to a custom function that has a parameter of this name.
+        more: sampling parameters beside those of the section.
 
     Raises:
         PluginError: the custom function cannot be loaded or called.
     """
 
     def __init__(
-        self, config: RolloutConfig, tokenizer: Any, pool: EnginePool, *, evaluation: bool = False
+        self,
+        config: RolloutConfig,
+        tokenizer: Any,
+        pool: EnginePool,
+        *,
+        evaluation: bool = False,
+        more: Params | None = None,
     ) -> None:
         self.pool = pool
         self._config = config
         self._tokenizer = tokenizer
         self._room = asyncio.Semaphore(pool.total_concurrency)
+        self._params = sampling_params(config) | (more or {})
+        self._args = GenerateArgs(config, tokenizer, pool)
+        self._evaluation = evaluation
+        self._functions: dict[tuple[str, Kind], CustomGenerate] = {}
         self._path = config.custom_generate_function_path
-        self._custom: CustomGenerate | None = None
-        self._extra: dict[str, Any] = {}
         if self._path is not None:
-            self._custom = load_checked(self._path, SETTING, "generate")
-            self._args = GenerateArgs(config, tokenizer, pool)
-            if "evaluation" in inspect.signature(self._custom).parameters:
-                self._extra = {"evaluation": evaluation}
+            self._function(self._path, "group_generate" if config.group_generate else "generate")
 
     async def run(
         self,
@@ -143,18 +151,17 @@ class Generator:
             EngineError: an engine call failed on every attempt, or used another policy.
             PluginError: the custom function failed.
         """
-        params = sampling_params(self._config)
         self.pool.version = version
         for sample in samples:
             if sample.status in OPEN and sample.response_length and self._budget(sample) < 1:
                 sample.status = Status.TRUNCATED
         todo = {k: sample for k, sample in enumerate(samples) if sample.status in OPEN}
         before = [list(sample.weight_versions) for sample in todo.values()]
-        if self._custom is None:
+        if self._path is None and not any(s.generate_function_path for s in todo.values()):
             told = ready if len(todo) == len(samples) else None
-            made = await self._plain(list(todo.values()), params, group, told)
+            made = await self._plain(list(todo.values()), group, told)
         else:
-            made = await self._customized(list(todo.values()), params)
+            made = await self._customized(list(todo.values()))
         for sample, earlier in zip(made, before, strict=True):
             _check_version(sample, earlier, version)
         todo = dict(zip(todo, made, strict=True))
@@ -162,10 +169,12 @@ class Generator:
 
     def _budget(self, sample: Sample) -> int:
         """Tokens that a sample may still get; may be negative."""
-        left = self._config.max_response_len - sample.response_length
+        own = sample.metadata.get(ROW_PARAMS_KEY, {}).get("max_new_tokens")
+        longest = self._config.max_response_len
+        left = (longest if own is None else min(own, longest)) - sample.response_length
         return self.pool.limits.response_budget(len(sample.tokens), left)
 
-    def _own_params(self, sample: Sample, params: Params) -> Params:
+    def _own_params(self, sample: Sample) -> Params:
         budget = self._budget(sample)
         if budget < 1:
             raise DataError(
@@ -173,12 +182,11 @@ class Generator:
                 f"a response in the context of {self.pool.limits.context_length}; set "
                 "data.max_prompt_len, or raise rollout.context_length"
             )
-        return params | {"max_new_tokens": budget, "sampling_seed": sample.seed}
+        own = {"max_new_tokens": budget, "sampling_seed": sample.seed}
+        return self._params | sample.metadata.get(ROW_PARAMS_KEY, {}) | own
 
-    async def _plain(
-        self, samples: list[Sample], params: Params, group: int, ready: Ready | None
-    ) -> list[Sample]:
-        requests = [GenerateRequest(s.tokens, self._own_params(s, params)) for s in samples]
+    async def _plain(self, samples: list[Sample], group: int, ready: Ready | None) -> list[Sample]:
+        requests = [GenerateRequest(s.tokens, self._own_params(s)) for s in samples]
         ends: dict[int, int] = {}
         told = 0
 
@@ -204,34 +212,71 @@ class Generator:
                 sample.response_tokens, skip_special_tokens=self._config.skip_special_tokens
             )
 
-    async def _customized(self, samples: Sequence[Sample], params: Params) -> list[Sample]:
-        async def one(sample: Sample) -> Sample:
+    async def _customized(self, samples: Sequence[Sample]) -> list[Sample]:
+        """Each sample by its own function, by the run's, or by a plain request."""
+
+        async def one(part: list[Sample]) -> list[Sample]:
             async with self._room:
                 if self.pool.aborting:
-                    return sample
-                return await self._call(sample, self._own_params(sample, params))
+                    return part
+                if part[0].generate_function_path is None and self._path is None:
+                    return await self._plain(part, 1, None)
+                return await self._call(part)
 
-        return await all_of(one(sample) for sample in samples)
+        parts = [[sample] for sample in samples]
+        if self._config.group_generate:
+            own = (s.generate_function_path for s in samples)
+            if found := next((path for path in own if path), None):
+                raise DataError(
+                    f"a row names a generate function of its own, {found!r}, which takes one "
+                    "sample, but rollout.group_generate = true; use one of them"
+                )
+            parts = split_groups(samples)
+        made = await all_of(one(part) for part in parts)
+        return [sample for part in made for sample in part]
 
-    async def _call(self, sample: Sample, params: Params) -> Sample:
-        assert self._custom is not None
-        what = f"{SETTING} = {self._path!r}"
-        place = (sample.group_index, sample.index, sample.prompt_id, sample.seed)
+    async def _call(self, part: list[Sample]) -> list[Sample]:
+        """A custom function on one sample, or on a group."""
+        own, as_group = part[0].generate_function_path, self._config.group_generate
+        path = own or self._path
+        assert path is not None
+        what = f"{SETTING if own is None else 'generate_function_path of the sample'} = {path!r}"
+        function = self._function(path, "group_generate" if as_group else "generate")
+        places = [(s.group_index, s.index, s.prompt_id, s.seed) for s in part]
+        extra = {"evaluation": self._evaluation} if takes(function, "evaluation") else {}
+        params = [self._own_params(sample) for sample in part]
         try:
-            made = await self._custom(self._args, sample, params, **self._extra)
+            if as_group:
+                made = await function(self._args, part, params, **extra)
+            else:
+                made = [await function(self._args, part[0], params[0], **extra)]
         except SluiceError:
             raise
         except Exception as error:
             # A custom function may raise anything; nothing tells whether it would work again.
             raise PluginError(
-                f"{what} raised {type(error).__name__}: {error} on sample {sample.index} "
-                f"(prompt {sample.prompt_id})"
+                f"{what} raised {type(error).__name__}: {error} on sample {part[0].index} "
+                f"(prompt {part[0].prompt_id})"
             ) from error
-        if not isinstance(made, Sample):
-            raise PluginError(f"{what} returned a {type(made).__name__}, not a Sample")
-        made.group_index, made.index, made.prompt_id, made.seed = place
-        _check_made(made, what, self.pool.limits.vocab_size)
+        if not isinstance(made, list) or len(made) != len(part):
+            count = f"{len(made)} samples" if isinstance(made, list) else f"a {type(made).__name__}"
+            raise PluginError(f"{what} returned {count} for a group of {len(part)}")
+        for sample, place in zip(made, places, strict=True):
+            if not isinstance(sample, Sample):
+                raise PluginError(f"{what} returned a {type(sample).__name__}, not a Sample")
+            sample.group_index, sample.index, sample.prompt_id, sample.seed = place
+            check_made(sample, what, self.pool.limits.vocab_size)
         return made
+
+    def _function(self, path: str, kind: Kind) -> CustomGenerate:
+        if (path, kind) not in self._functions:
+            self._functions[path, kind] = load_checked(path, SETTING, kind)
+        return self._functions[path, kind]
+
+
+def takes(function: Callable[..., Any], name: str) -> bool:
+    """Whether a custom function has a parameter of that name."""
+    return name in inspect.signature(function).parameters
 
 
 def apply_result(sample: Sample, result: GenerateResult) -> None:
@@ -256,7 +301,12 @@ def apply_result(sample: Sample, result: GenerateResult) -> None:
     sample.status = STATUS.get(result.finish_reason, sample.status)
 
 
-def _check_made(sample: Sample, what: str, vocab_size: int) -> None:
+def check_made(sample: Sample, what: str, vocab_size: int) -> None:
+    """See that what a custom function made can be stored and trained on.
+
+    Raises:
+        DataError, PluginError: naming the function and the sample.
+    """
     sample.validate()
     where = f"{what} returned sample {sample.index}"
     if sample.status == Status.PENDING:

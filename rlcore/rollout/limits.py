@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlcore.errors import ConfigError, EngineError
+from rlcore.errors import ConfigError, DataError, EngineError
 
 SAMPLING_PARAMS = frozenset(
     [
@@ -44,6 +44,50 @@ SAMPLING_PARAMS = frozenset(
     ]
 )
 """Names that SGLang's sampling parameters may have."""
+
+
+ROW_PARAMS = frozenset(
+    [
+        "max_new_tokens",
+        "no_stop_trim",
+        "skip_special_tokens",
+        "spaces_between_special_tokens",
+        "stop",
+        "stop_regex",
+        "stop_token_ids",
+    ]
+)
+"""Those that a row to train on may set: they say where a response ends and how it is written. The
+others change the probabilities of its tokens, and the trainer would compute other ones."""
+ROW_PARAMS_KEY = "sampling_params"
+"""Key in a sample's metadata."""
+
+
+def check_row_params(params: Any, where: str, *, evaluation: bool) -> None:
+    """See that a row's own sampling parameters can be used.
+
+    Raises:
+        DataError: naming the row, the parameter and what is allowed.
+    """
+    if not isinstance(params, dict):
+        raise DataError(f"{where} must be an object of sampling parameters; it is {params!r:.80}")
+    known = SAMPLING_PARAMS - {"n", "sampling_seed", "stream_interval"}
+    allowed = known if evaluation else ROW_PARAMS
+    wrong = sorted(set(params) - allowed)
+    if wrong:
+        why = (
+            "engines know no such parameter, or it is not a row's to set"
+            if evaluation or wrong[0] not in known
+            else "it changes the probabilities of tokens, which the trainer computes by the run's "
+            "own settings"
+        )
+        raise DataError(
+            f"{where} sets {wrong[0]!r}: {why}; allowed are {', '.join(sorted(allowed))}"
+        )
+    try:
+        _check_numbers(params)
+    except EngineError as error:
+        raise DataError(f"{where}: {error}") from None
 
 
 @dataclass(frozen=True)

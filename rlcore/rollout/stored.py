@@ -3,13 +3,13 @@
 Shared by the rollout worker and by whoever scores stored samples again without a run's actors.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from rlcore.config.tree import FilterConfig
 from rlcore.rollout.evaluate import scored_status, set_score
-from rlcore.rollout.filters import GroupRule, Scored, Selection, make_rule, select
+from rlcore.rollout.filters import GroupRule, Scored, Selection, Verdict, make_rule, select
 from rlcore.rollout.rewards.protocol import Score
 from rlcore.sample import Sample
 from rlcore.store.manifest import FileRef
@@ -102,6 +102,13 @@ def choose(
     rule: GroupRule, scored: list[Scored], scores: list[Score], samples: list[Sample]
 ) -> Selection:
     """Apply the rule to every group. `samples` may be empty where the rule needs none."""
+    return select(scored, rule, samples_with_scores(samples, scores))
+
+
+def samples_with_scores(
+    samples: list[Sample], scores: list[Score]
+) -> Callable[[list[Scored]], list[Sample]]:
+    """What a rule is given: copies of the samples of some rows, their rewards set."""
 
     def samples_of(group: list[Scored]) -> list[Sample]:
         found = [replace(samples[one.row]) for one in group]
@@ -109,4 +116,33 @@ def choose(
             set_score(sample, scores[one.row])
         return found
 
-    return select(scored, rule, samples_of)
+    return samples_of
+
+
+DECIDED = GroupRule(lambda rewards, samples: Verdict(True))
+"""The rule for groups that a rollout has chosen by the run's own."""
+
+
+def early_scores(rollout: Mapping[str, Any], reward_digest: str) -> tuple[FileRef, ...] | None:
+    """The scores that a rollout chose its groups by, if they are those that are asked for.
+
+    Args:
+        rollout: `extra` of its manifest.
+        reward_digest: of the settings that the stage `reward` depends on.
+    """
+    record = rollout.get("scores")
+    if record is None or record["reward_digest"] != reward_digest:
+        return None
+    return tuple(FileRef.model_validate(file) for file in record["files"])
+
+
+def is_decided(rollout: Mapping[str, Any], reward: Mapping[str, Any], filter_digest: str) -> bool:
+    """Whether the run's filter has passed all groups of a rollout, by the scores that they have.
+
+    Args:
+        rollout, reward: `extra` of their manifests.
+        filter_digest: of the settings that the stage `filter` depends on.
+    """
+    record = rollout.get("scores")
+    early = reward.get("scored_by") == "rollout"
+    return bool(early and record is not None and record["filter_digest"] == filter_digest)

@@ -5,9 +5,11 @@ What a run must hold, and so what the stages put into their manifests:
   the policy: for rollout that of the iteration before, for other stages that of the same one.
 - rollout: `cursor` = {epoch, offset, next_epoch, next_offset, size}, where its new prompts begin in
   the data plan and where the next ones do; `extra["buffer"]`, if it left groups that it did not
-  use, has them in its files and their `places` = [[epoch, offset], ...]. Its own groups, in the
-  order of its rows, are exactly the prompts of the buffer before and those between the ends of the
-  cursor, less those of its own buffer, in the order of the data plan.
+  use, has them in its files and their `places` = [[epoch, offset], ...]; `extra["dropped"]`,
+  if its filter dropped groups while it sampled, likewise. Its own groups, in the order of its rows,
+  are exactly the prompts of the buffer before and those between the ends of the cursor, less those
+  of its own buffer and those dropped, in the order of the data plan. `extra["mix"]` = {sizes,
+  weights} where that plan mixes several files.
 - reward and filter: one row a sample of the rollout, in its order.
 - train: `inputs` are rollout, reward and filter; `extra` = {prev_state_id, state_id, samples,
   state}. `samples` counts the samples trained on: kept, with a reward, not failed, not removed,
@@ -290,15 +292,18 @@ class _Verifier:
             self._wrong(
                 i, f"the data set has {cursor['size']} rows, before it had {self._cursor['size']}"
             )
-        left = self._buffer(i, manifest)
-        if left is not None:
-            for fault in self._prompts.faults(cursor, prompts, self._left, left):
+        left, dropped = (self._aside(i, manifest, name) for name in ("buffer", "dropped"))
+        self._prompts.mix = manifest.extra.get("mix")
+        if left is not None and dropped is not None:
+            for fault in self._prompts.faults(cursor, prompts, self._left, left, dropped):
                 self._wrong(i, fault)
         self._cursor, self._left = cursor, left or {}
 
-    def _buffer(self, i: int, manifest: Manifest) -> _Left | None:
-        """The prompts that a rollout left, by their places; None if they cannot be told."""
-        record = manifest.extra.get("buffer")
+    def _aside(self, i: int, manifest: Manifest, name: str) -> _Left | None:
+        """The prompts that a rollout left (`buffer`), or dropped, by their places; None if they
+        cannot be told.
+        """
+        record = manifest.extra.get(name)
         if record is None:
             return {}
         try:
@@ -306,12 +311,12 @@ class _Verifier:
             table = read_parts(self.store.objects, files, ["prompt_id", "group_index"])
             places = [(int(epoch), int(offset)) for epoch, offset in record["places"]]
         except (StoreError, ValueError, KeyError, TypeError) as error:
-            self._wrong(i, f"the buffer that rollout left: {error}")
+            self._wrong(i, f"the {name} of rollout: {error}")
             return None
         prompts = _prompts_of(table)
         if len(places) != len(prompts) or places != sorted(set(places)):
             self._wrong(
-                i, f"the buffer holds {len(prompts)} prompts, but not at as many places in order"
+                i, f"the {name} holds {len(prompts)} prompts, but not at as many places in order"
             )
             return None
         return dict(zip(places, prompts, strict=True))
@@ -384,9 +389,16 @@ class _PromptOrder:
         self._id_of: dict[int, str] = {}
         self._row_of: dict[str, int] = {}
         self._used: dict[int, set[str]] = {}
+        self.mix: dict[str, Any] | None = None
+        """Sizes and weights of the files, where several are mixed: a prompt may then come twice."""
 
     def faults(
-        self, cursor: dict[str, Any], prompts: list[str], before: _Left, left: _Left
+        self,
+        cursor: dict[str, Any],
+        prompts: list[str],
+        before: _Left,
+        left: _Left,
+        dropped: _Left,
     ) -> Iterator[str]:
         """What is wrong with the prompts of one rollout.
 
@@ -395,6 +407,7 @@ class _PromptOrder:
             prompts: of its groups, in order.
             before: what the rollout before left.
             left: what this one leaves.
+            dropped: what its filter dropped.
         """
         size = cursor["size"]
         start = cursor["epoch"] * size + cursor["offset"]
@@ -405,21 +418,30 @@ class _PromptOrder:
                 f"the buffer holds the prompt at epoch {epoch}, offset {offset}, which was not "
                 "in the buffer before and not passed by the cursor"
             )
-        taken = sorted(begun - left.keys())
+        for epoch, offset in sorted(dropped.keys() - (begun - left.keys())):
+            yield (
+                f"the prompt at epoch {epoch}, offset {offset} was dropped, but it was not begun, "
+                "or is in the buffer as well"
+            )
+        taken = sorted(begun - left.keys() - dropped.keys())
         if len(taken) != len(prompts):
             moved = f"the cursor moved by {count} prompts"
             if before or left:
                 moved += f", the buffer had {len(before)} before and has {len(left)} now"
+            if dropped:
+                moved += f", {len(dropped)} were dropped"
             yield f"{moved}, but the rollout has {len(prompts)}"
             return
         for (epoch, offset), prompt in zip(taken, prompts, strict=True):
             used = self._used.setdefault(epoch, set())
-            if prompt in used:
+            if prompt in used and self.mix is None:
                 yield f"prompt {prompt} was used twice in epoch {epoch}"
             used.add(prompt)
             yield from self._misplaced(size, (epoch, offset), prompt, "the rollout used")
         for place, prompt in left.items():
             yield from self._misplaced(size, place, prompt, "the buffer holds")
+        for place, prompt in dropped.items():
+            yield from self._misplaced(size, place, prompt, "the rollout dropped")
         oldest = min([cursor["next_epoch"] - 1, *(epoch for epoch, _ in left)])
         for epoch in [e for e in self._used if e < oldest]:
             del self._used[epoch]
@@ -439,9 +461,13 @@ class _PromptOrder:
     def _row(self, size: int, epoch: int, offset: int) -> int | None:
         if self._shuffle is None or self._seed is None:
             return None
-        from rlcore.data.source import permutation
+        from rlcore.data.order import Order
 
-        return int(permutation(size, self._seed, epoch)[offset]) if self._shuffle else offset
+        sizes, weights = [size], [1.0]
+        if self.mix is not None:
+            sizes, weights = self.mix["sizes"], self.mix["weights"]
+        order = Order(tuple(sizes), tuple(weights), self._seed, self._shuffle)
+        return order.position_at((epoch, offset))
 
 
 _TRAINED_COLUMNS = {

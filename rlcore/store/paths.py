@@ -149,6 +149,16 @@ def buffer_prefix(run_id: str, iteration: int, attempt: str) -> str:
     return f"{stage_prefix(run_id, iteration, 'rollout')}/buffer-{_checked(attempt)}"
 
 
+def dropped_prefix(run_id: str, iteration: int, attempt: str) -> str:
+    """Folder of the groups that a rollout generated, scored and dropped."""
+    return f"{stage_prefix(run_id, iteration, 'rollout')}/dropped-{_checked(attempt)}"
+
+
+def scores_prefix(run_id: str, iteration: int, attempt: str) -> str:
+    """Folder of the scores that a rollout chose its groups by."""
+    return f"{stage_prefix(run_id, iteration, 'rollout')}/scores-{_checked(attempt)}"
+
+
 def pruned_key(prefix: str) -> str:
     """Tombstone of a state folder: its files were removed on purpose."""
     return f"{prefix}/_PRUNED.json"

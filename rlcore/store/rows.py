@@ -1,7 +1,8 @@
 """Samples <-> Arrow: columns built from flat arrays, without a Python step per token.
 
 Invariant: `table_to_samples(samples_to_table(s)) == s`, for log-probs that are float32 and for JSON
-fields made of what JSON has (texts, numbers, booleans, None, lists, dicts with text keys).
+fields made of what JSON has (texts, numbers, booleans, None, lists, dicts with text keys), and of
+bytes, numpy arrays and torch tensors (`rlcore.store.packed`).
 """
 
 import itertools
@@ -15,6 +16,7 @@ import pyarrow as pa
 
 from rlcore.errors import DataError
 from rlcore.sample import Sample, Status
+from rlcore.store.packed import MARK, pack, unpack
 from rlcore.store.schema import SAMPLES, check_schema
 
 _PLAIN = (
@@ -47,12 +49,13 @@ _JSON = (
     "apply_chat_template_kwargs",
     "multimodal_inputs",
     "multimodal_train_inputs",
+    "multimodal_train_input_id",
     "spec_info",
     "prefix_cache_info",
 )
 
 # json.dumps would make one for each value.
-_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), default=pack)
 
 
 def samples_to_table(samples: Sequence[Sample], first_row: int = 0) -> pa.Table:
@@ -87,11 +90,12 @@ def table_to_samples(table: pa.Table) -> list[Sample]:
     """
     check_schema(table.schema, "the table")
     table = table.combine_chunks()
+    names = set(table.column_names)
     columns: dict[str, list[Any]] = {name: table[name].to_pylist() for name in _PLAIN}
     for name in _NUMBER_LISTS:
         columns[name] = _to_lists(table[name])
     for name in _JSON:
-        columns[name] = _from_json(table[name])
+        columns[name] = _from_json(table[name]) if name in names else [None] * table.num_rows
     columns["status"] = [Status(text) for text in table["status"].to_pylist()]
     columns["prompt"] = _either(table["prompt"].to_pylist(), _from_json(table["prompt_messages"]))
     columns["reward"] = _either(table["reward"].to_pylist(), _from_json(table["reward_dict"]))
@@ -103,9 +107,9 @@ def table_to_samples(table: pa.Table) -> list[Sample]:
             strict=True,
         )
     ]
-    names = list(columns)
+    fields = list(columns)
     rows = zip(*columns.values(), strict=True)
-    return [Sample(**dict(zip(names, row, strict=True))) for row in rows]
+    return [Sample(**dict(zip(fields, row, strict=True))) for row in rows]
 
 
 def _column(field: pa.Field, values: list[Any], first_row: int) -> pa.Array:
@@ -215,13 +219,17 @@ def _dump(value: Any, field: str, row: int) -> str:
         return _ENCODER.encode(value)
     except (TypeError, ValueError) as error:
         raise DataError(
-            f"sample {row}: field {field} has no JSON form: {error}; use numbers, texts, lists and "
-            "dicts"
+            f"sample {row}: field {field} has no JSON form: {error}; use numbers, texts, lists, "
+            "dicts, bytes and arrays"
         ) from None
 
 
 def _from_json(column: pa.ChunkedArray) -> list[Any]:
-    return [None if text is None else json.loads(text) for text in column.to_pylist()]
+    return [
+        # The hook costs a call for each dict.
+        None if text is None else json.loads(text, object_hook=unpack if MARK in text else None)
+        for text in column.to_pylist()
+    ]
 
 
 def _either(first: list[Any], second: list[Any]) -> list[Any]:

@@ -36,7 +36,7 @@ def _schema(name: str, version: int, fields: list[pa.Field]) -> pa.Schema:
 
 SAMPLES = _schema(
     "samples",
-    1,
+    2,
     [
         _field("prompt_id", pa.string(), "digest of file, row and content of the prompt", False),
         _field("group_index", pa.int64(), "position of the prompt in the rollout batch"),
@@ -64,6 +64,7 @@ SAMPLES = _schema(
         _json("apply_chat_template_kwargs", "arguments of the chat template"),
         _json("multimodal_inputs", "images and the like, as given"),
         _json("multimodal_train_inputs", "images and the like, as processed"),
+        _json("multimodal_train_input_id", "which of them it has"),
         _field("routed_experts", _many(pa.int32()), "expert id; row-major in its shape"),
         _field("routed_experts_shape", _many(pa.int32()), "tokens - 1, layers, top-k"),
         _field("rollout_top_p_token_ids", _many(pa.int32()), "token id; kept by top-p, joined"),
@@ -104,6 +105,10 @@ SELECTION = _schema(
 )
 
 KNOWN = {"samples": SAMPLES, "scores": SCORES, "selection": SELECTION}
+OLDER = {"samples": (b"1",)}
+"""Older versions that are read: columns that they lack are null."""
+LATER = frozenset({"multimodal_train_input_id"})
+"""Columns that older versions lack."""
 
 
 def check_schema(schema: pa.Schema, where: str) -> None:
@@ -120,7 +125,7 @@ def check_schema(schema: pa.Schema, where: str) -> None:
             "the table with rlcore.store.batch"
         )
     found, expected = metadata.get(VERSION_KEY), KNOWN[name].metadata[VERSION_KEY]
-    if found != expected:
+    if found != expected and found not in OLDER.get(name, ()):
         raise StoreError(
             f"{where} holds schema {name} version {(found or b'none').decode()}, expected "
             f"{expected.decode()}; read it with the version of Sluice that wrote it"

@@ -8,6 +8,15 @@ Invariants:
 """
 
 from rlcore.rollout.filters.rules import GroupRule, Verdict, make_rule, nonzero_std
-from rlcore.rollout.filters.select import Scored, Selection, select
+from rlcore.rollout.filters.select import Scored, Selection, decide, select
 
-__all__ = ["GroupRule", "Scored", "Selection", "Verdict", "make_rule", "nonzero_std", "select"]
+__all__ = [
+    "GroupRule",
+    "Scored",
+    "Selection",
+    "Verdict",
+    "decide",
+    "make_rule",
+    "nonzero_std",
+    "select",
+]

@@ -1,7 +1,7 @@
 """Rules that decide over one group: the built-in ones, and custom functions made into one."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rlcore.config.tree import FilterConfig
@@ -12,14 +12,23 @@ from rlcore.rollout.metrics import has_spread
 from rlcore.sample import Sample
 
 SETTING = "filter.dynamic_sampling_filter_path"
+BUILT_IN = ("nonzero_std", "nonzero_std_with_fallback")
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a group is trained on, and why not."""
+    """Whether a group is trained on, and why not.
+
+    Attributes:
+        keep: it is.
+        reason: why it is not.
+        keep_when_insufficient: keep it all the same where more prompts would have to be begun in
+            its place. Of no effect where none are.
+    """
 
     keep: bool
     reason: str | None = None
+    keep_when_insufficient: bool = False
 
 
 @dataclass(frozen=True)
@@ -50,6 +59,10 @@ def make_rule(config: FilterConfig, settings: dict[str, Any]) -> GroupRule:
         return GroupRule(lambda rewards, samples: Verdict(True))
     if path == "nonzero_std":
         return GroupRule(lambda rewards, samples: nonzero_std(rewards))
+    if path == "nonzero_std_with_fallback":
+        return GroupRule(
+            lambda rewards, samples: replace(nonzero_std(rewards), keep_when_insufficient=True)
+        )
     function = load_checked(path, SETTING, "filter")
     args = PluginArgs(config.model_dump() | settings)
     what = f"{SETTING} = {path!r}"
@@ -73,6 +86,7 @@ def _custom(
         # A custom function may raise anything; without its verdict the stage cannot go on.
         raise PluginError(f"{what} raised {type(error).__name__}: {error} {where}") from error
     reason: Any = None
+    fallback = bool(getattr(answer, "keep_when_insufficient", False))
     if isinstance(answer, tuple) and len(answer) == 2:
         answer, reason = answer
     elif hasattr(answer, "keep"):
@@ -82,4 +96,4 @@ def _custom(
             f"{what} returned {answer!r:.80} {where}; return a bool, (bool, reason), or an object "
             "with .keep and .reason"
         )
-    return Verdict(bool(answer), None if answer else str(reason or "filter"))
+    return Verdict(bool(answer), None if answer else str(reason or "filter"), fallback)

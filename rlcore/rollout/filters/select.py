@@ -58,7 +58,7 @@ def select(
     groups = kept = 0
     for _, members in groupby(scored, key=lambda s: s.group_index):
         group = list(members)
-        verdict = _decide(group, rule, samples_of)
+        verdict = decide(group, rule, samples_of)
         groups += 1
         if not verdict.keep:
             dropped[verdict.reason or "filter"] += 1
@@ -86,9 +86,10 @@ def select(
     return Selection(rows, kept, metrics)
 
 
-def _decide(
+def decide(
     group: list[Scored], rule: GroupRule, samples_of: Callable[[list[Scored]], list[Sample]]
 ) -> Verdict:
+    """A rule's verdict over one group; the arguments are those of `select`."""
     scored = [one for one in group if one.reward is not None]
     if not scored:
         return Verdict(False, UNSCORED)

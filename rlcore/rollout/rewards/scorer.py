@@ -84,9 +84,17 @@ class Scorer:
         """
         return self._thread.submit(self._score, list(samples)).result()
 
-    async def score(self, samples: Sequence[Sample]) -> list[Score]:
-        """`score_now` without blocking the event loop."""
-        return await asyncio.wrap_future(self._thread.submit(self._score, list(samples)))
+    async def score(
+        self, samples: Sequence[Sample], max_failed: float | None = None
+    ) -> list[Score]:
+        """`score_now` without blocking the event loop.
+
+        Args:
+            samples: of whole groups.
+            max_failed: in place of the setting, for whoever counts over more than these samples.
+        """
+        scoring = self._thread.submit(self._score, list(samples), max_failed)
+        return await asyncio.wrap_future(scoring)
 
     def close(self) -> None:
         """End the worker processes."""
@@ -103,8 +111,11 @@ class Scorer:
         while self._workers:
             self._workers.pop().close()
 
-    def _score(self, samples: list[Sample]) -> list[Score]:
-        batch = ScoringBatch(self._config, samples)
+    def _score(self, samples: list[Sample], max_failed: float | None = None) -> list[Score]:
+        config = self._config
+        if max_failed is not None:
+            config = config.model_copy(update={"max_failed": max_failed})
+        batch = ScoringBatch(config, samples)
         batch.check_failures()
         try:
             self._fill()

@@ -183,6 +183,39 @@ def test_every_fault_is_told_at_once() -> None:
             {"eval": {"datasets": [{"name": "a", "path": "/a"}, {"name": "a", "path": "/b"}]}},
             ("eval.datasets", "two entries of one name"),
         ),
+        (
+            {"rollout": {"partial_rollout": True, "over_sampling_batch_size": 32}},
+            ("rollout.partial_rollout = true", "above rollout.rollout_batch_size = 32"),
+        ),
+        (
+            {
+                "rollout": {"over_sampling_batch_size": 32},
+                "filter": {"dynamic_sampling_filter_path": "nonzero_std_with_fallback"},
+            },
+            ("'nonzero_std_with_fallback'", "rollout.over_sampling_batch_size above"),
+        ),
+        (
+            {"rollout": {"group_generate": True}},
+            ("rollout.group_generate", "rollout.custom_generate_function_path"),
+        ),
+        (
+            {
+                "rollout": {
+                    "custom_rollout_function_path": "a.py:b",
+                    "over_sampling_batch_size": 64,
+                }
+            },
+            ("rollout.custom_rollout_function_path", "rollout.over_sampling_batch_size"),
+        ),
+        (
+            {
+                "rollout": {
+                    "custom_rollout_function_path": "a.py:b",
+                    "rollout_sample_filter_path": "a.py:c",
+                }
+            },
+            ("rollout.custom_rollout_function_path", "rollout.rollout_sample_filter_path"),
+        ),
         ({"train": {"backend": "megatron"}}, ("train.backend = 'megatron'", "'fsdp'")),
         ({"sglang": {"mem_fraction_static": 0.8}}, ("sglang.mem_fraction_static", "embedded")),
         (
@@ -194,6 +227,14 @@ def test_every_fault_is_told_at_once() -> None:
 def test_a_contradiction_names_both_sides(sections: Tree, words: tuple[str, ...]) -> None:
     text = refused(**sections)
     assert all(word in text for word in words), text
+
+
+def test_partial_rollouts_need_something_that_is_left_over() -> None:
+    dynamic = {"dynamic_sampling_filter_path": "nonzero_std"}
+    rollout = {"partial_rollout": True, "over_sampling_batch_size": 32}
+    assert build_config(tree(rollout=rollout, filter=dynamic)).rollout.partial_rollout
+    own = {"partial_rollout": True, "custom_rollout_function_path": "a.py:b"}
+    assert build_config(tree(rollout=own)).rollout.partial_rollout
 
 
 def test_a_section_cannot_be_changed_afterwards() -> None:

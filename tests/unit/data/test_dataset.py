@@ -260,3 +260,59 @@ def test_a_sample_shares_nothing_with_its_prompt(tmp_path: Path) -> None:
     again = prompt.sample()
     assert again.tokens == [ord("2"), ord("=")]
     assert again.metadata == {"k": 2}
+
+
+def test_media_take_the_places_that_the_prompt_has_for_them(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": "<image>What is<image>?", "pics": ["a.png", {"type": "image", "url": "b"}]},
+        {"prompt": [{"role": "user", "content": "hear <audio>"}], "sound": "c.wav"},
+        {"prompt": "no media"},
+    ]
+    path = lines(tmp_path / "m.jsonl", rows)
+    cfg = config(path, multimodal_keys={"image": "pics", "audio": "sound"})
+    prompts = load_dataset(cfg, no_tokenizer).prompts
+    assert prompts[0].prompt == [
+        {
+            "role": "user",
+            "content": [
+                {"type": "image", "image": "a.png"},
+                {"type": "text", "text": "What is"},
+                {"type": "image", "url": "b"},
+                {"type": "text", "text": "?"},
+            ],
+        }
+    ]
+    assert isinstance(prompts[1].prompt, list)
+    assert prompts[1].prompt[0]["content"][1] == {"type": "audio", "audio": "c.wav"}
+    assert [p.sample().multimodal_inputs for p in prompts] == [
+        {"image": rows[0]["pics"]},
+        {"audio": ["c.wav"]},
+        None,
+    ]
+    for prompt, fault in (("<image><image><image>", "has more <image>"), ("no place", "2 items")):
+        path = lines(tmp_path / "w.jsonl", [rows[0] | {"prompt": prompt}])
+        with pytest.raises(DataError, match=fault):
+            check_dataset(config(path, multimodal_keys={"image": "pics"}))
+
+
+@pytest.mark.parametrize(
+    ("params", "fault"),
+    [
+        (3, "must be an object"),
+        ({"stopp": ["x"]}, "engines know no such parameter"),
+        ({"temperature": 0.5}, "it changes the probabilities"),
+        ({"max_new_tokens": -1}, "0 or more"),
+    ],
+)
+def test_a_row_s_own_parameters_are_checked(tmp_path: Path, params: Any, fault: str) -> None:
+    path = lines(tmp_path / "p.jsonl", [{"prompt": "a", "own": params}])
+    with pytest.raises(DataError, match=rf"line 1: 'own'.*{fault}"):
+        check_dataset(config(path, sampling_params_key="own"))
+    if fault.startswith("it changes"):
+        check_dataset(config(path, sampling_params_key="own"), evaluation=True)
+
+
+def test_a_row_names_its_functions_as_text(tmp_path: Path) -> None:
+    path = lines(tmp_path / "f.jsonl", [{"prompt": "a", "g": 3}])
+    with pytest.raises(DataError, match="'g' must name a function; it is 3"):
+        check_dataset(config(path, generate_function_key="g"))

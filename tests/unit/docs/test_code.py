@@ -218,3 +218,49 @@ def test_the_json_has_the_keys_that_the_page_says(written: Path, stored: Path) -
     table = text.partition("## show")[2].partition("## samples")[0]
     rows = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|", table, re.MULTILINE)
     assert keys_of("show", "r") == {k for row in rows for k in re.findall(r"`(\w+)`", row)}
+
+
+async def test_the_rollout_functions_of_the_page_make_a_batch(
+    written: Path, engine: tuple[str, Path]
+) -> None:
+    from rlcore.cluster.rollout_actor import load_tokenizer
+    from rlcore.data import load_dataset
+    from rlcore.rollout.generate import Generator
+    from rlcore.rollout.limits import Limits
+    from rlcore.rollout.loop import rollout
+    from rlcore.rollout.pool import EnginePool
+    from rlcore.rollout.supply import RolloutRequest
+
+    url, model = engine
+    config = load_config(written / "own_rollout.toml")
+    own = config.rollout.model_copy(update={"rollout_batch_size": 3, "n_samples_per_prompt": 4})
+    tokenizer = load_tokenizer(str(model), False)
+    data = load_dataset(config.data, lambda: tokenizer)
+    pool = EnginePool([url], Limits.of_model(model, own.context_length))
+    try:
+        request = RolloutRequest(0, 0, True, None, None)
+        made = await rollout(request, data, tokenizer, own, Generator(own, tokenizer, pool))
+        buffered = own.model_copy(
+            update={
+                "custom_rollout_function_path": None,
+                "buffer_filter_path": f"{written}/own_rollout.py:newest_first",
+            }
+        )
+        request = RolloutRequest(1, 0, True, made.cursor, None, made.left)
+        again = await rollout(
+            request, data, tokenizer, buffered, Generator(buffered, tokenizer, pool)
+        )
+    finally:
+        await pool.close()
+    assert (len(made.samples), len(made.left), made.dropped) == (12, 1, [])
+    lengths = [sample.response_length for sample in made.samples]
+    assert max(lengths[1::2]) <= 2 < max(lengths[::2])
+    assert made.left[0].samples[0].prompt_id == again.samples[0].prompt_id
+    assert again.metrics["rollout/buffer/taken_groups"] == 1
+
+
+def test_the_sample_filter_of_the_page_marks_the_longest(written: Path) -> None:
+    page = runpy.run_path(str(written / "own_rollout.py"))
+    samples = group("1", "123", "12")
+    page["not_the_longest"](None, [samples])
+    assert [sample.remove_sample for sample in samples] == [False, True, False]

@@ -21,7 +21,7 @@ from rlcore.rollout.buffer import (
     read_buffer,
     write_buffer,
 )
-from rlcore.rollout.loop import set_seeds
+from rlcore.rollout.supply import set_seeds
 from rlcore.sample import Sample, Status
 from rlcore.store.objects import Objects
 from rlcore.store.paths import buffer_prefix

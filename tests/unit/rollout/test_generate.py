@@ -20,8 +20,8 @@ from rlcore.rollout.generate import (
 )
 from rlcore.rollout.groups import split_groups
 from rlcore.rollout.limits import Limits
-from rlcore.rollout.loop import make_groups
 from rlcore.rollout.pool import EnginePool
+from rlcore.rollout.supply import make_groups
 from rlcore.sample import Sample, Status
 
 

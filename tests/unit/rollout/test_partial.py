@@ -25,12 +25,12 @@ from rlcore.engine.launch import EngineProcess
 from rlcore.errors import EngineError, PluginError
 from rlcore.rollout.buffer import Group, read_buffer
 from rlcore.rollout.client import EngineClient, GenerateRequest
-from rlcore.rollout.collect import first_whole
+from rlcore.rollout.collect import collect
 from rlcore.rollout.generate import Generator, sampling_params
 from rlcore.rollout.groups import split_groups
 from rlcore.rollout.limits import Limits
-from rlcore.rollout.loop import make_groups
 from rlcore.rollout.pool import EnginePool
+from rlcore.rollout.supply import make_groups
 from rlcore.sample import Sample, Status
 from rlcore.store.batch import read_parts, table_to_samples
 from rlcore.store.objects import Objects
@@ -254,9 +254,8 @@ async def test_the_first_whole_groups_are_taken_in_the_order_of_the_plan(
 ) -> None:
     slow = Slow(servers, held={0, 2})
     generator = Generator(RolloutConfig(max_response_len=8), None, pool)
-    taken, rest = await first_whole(
-        groups_of(6), 3, lambda samples: generator.run(samples, 2, "0"), pool
-    )
+    found = await collect(groups_of(6), 3, lambda samples: generator.run(samples, 2, "0"), pool)
+    taken, rest = found.taken, found.rest
     assert slow.running == 0 and not pool.aborting
     assert [g.place[1] for g in taken] == sorted(g.place[1] for g in taken)
     assert not {0, 2} & {g.place[1] for g in taken} and all(g.is_whole for g in taken)
@@ -271,10 +270,11 @@ async def test_what_waits_for_an_engine_is_never_sent(servers: list[Any]) -> Non
     pool = EnginePool([servers[0].url], Limits(128, 64), concurrency=4, pause_s=0.01)
     Slow(servers, held=set(range(1, 9)))
     generator = Generator(RolloutConfig(max_response_len=8), None, pool)
-    taken, rest = await asyncio.wait_for(
-        first_whole(groups_of(9), 1, lambda s: generator.run(s, 2, "0"), pool), 15
+    found = await asyncio.wait_for(
+        collect(groups_of(9), 1, lambda s: generator.run(s, 2, "0"), pool), 15
     )
     await pool.close()
+    taken, rest = found.taken, found.rest
     assert [g.place for g in taken] == [(0, 0)]
     sent = sum(len(b["input_ids"]) for path, b in servers[0].seen if path == "/generate")
     lengths = [s.response_length for g in rest for s in g.samples]
@@ -292,7 +292,7 @@ async def test_a_failure_ends_the_others(servers: list[Any], pool: EnginePool) -
         return await generator.run(samples, 2, "0")
 
     with pytest.raises(EngineError, match="it broke"):
-        await asyncio.wait_for(first_whole(groups_of(4), 2, generate, pool), 15)
+        await asyncio.wait_for(collect(groups_of(4), 2, generate, pool), 15)
     assert len(asyncio.all_tasks()) == 1
 
 
@@ -351,8 +351,8 @@ async def test_a_custom_function_hands_back_what_was_cut_off_and_goes_on_with_it
         max_response_len=8, custom_generate_function_path=f"{tmp_path}/custom.py:generate"
     )
     generator = Generator(config, None, pool)
-    _, rest = await first_whole(groups_of(3), 2, lambda s: generator.run(s, 2, "0"), pool)
-    [cut] = [g for g in rest if not g.is_whole]
+    found = await collect(groups_of(3), 2, lambda s: generator.run(s, 2, "0"), pool)
+    [cut] = [g for g in found.rest if not g.is_whole]
     assert [s.response_length for s in cut.samples] == [3, 3]
     for server in servers:
         server.reset()

@@ -85,6 +85,7 @@ def samples(draw: Any) -> Sample:
         apply_chat_template_kwargs=draw(json_dict),
         multimodal_inputs=maybe(json_dict),
         multimodal_train_inputs=maybe(json_dict),
+        multimodal_train_input_id=draw(json_value),
         rollout_routed_experts=None if experts is None else experts.reshape(-1, 2, 3),
         rollout_top_p_token_ids=maybe(st.lists(ids, max_size=4)),
         rollout_top_p_token_offsets=maybe(per_token(ids, length + 1)),
@@ -113,6 +114,80 @@ def test_samples_come_back_as_they_were(made: list[Sample]) -> None:
     back = table_to_samples(read_table(objects, ref))
     assert [plain(s) for s in back] == [plain(s) for s in made]
     assert [type(s.status) for s in back] == [Status] * len(made)
+
+
+def test_the_fields_of_slime_s_sample_all_have_a_column() -> None:
+    fields = [
+        "group_index",
+        "index",
+        "rollout_id",
+        "prompt",
+        "tokens",
+        "multimodal_inputs",
+        "multimodal_train_inputs",
+        "multimodal_train_input_id",
+        "apply_chat_template_kwargs",
+        "response",
+        "response_length",
+        "label",
+        "reward",
+        "loss_mask",
+        "weight_versions",
+        "rollout_log_probs",
+        "rollout_top_p_token_ids",
+        "rollout_top_p_token_offsets",
+        "rollout_routed_experts",
+        "remove_sample",
+        "teacher_log_probs",
+        "status",
+        "metadata",
+        "generate_function_path",
+        "custom_rm_path",
+        "train_metadata",
+        "session_id",
+        "non_generation_time",
+        "spec_info",
+        "prefix_cache_info",
+    ]
+    own = {f.name for f in dataclasses.fields(Sample)}
+    assert set(fields) <= own
+    renamed = {"rollout_routed_experts": "routed_experts"}
+    assert {renamed.get(name, name) for name in own} <= set(SAMPLES.names)
+
+
+def test_what_a_processor_makes_of_an_image_comes_back_bit_for_bit() -> None:
+    import torch
+
+    pixels = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
+    made = Sample(
+        multimodal_inputs={"image": [{"bytes": bytes(range(256)), "path": None}]},
+        multimodal_train_inputs={
+            "pixel_values": pixels.transpose(2, 0, 1),
+            "image_grid_thw": torch.tensor([[1, 4, 6]]),
+            "half": torch.tensor([[0.1, -3.0]], dtype=torch.bfloat16),
+            "none": torch.empty((0, 2), dtype=torch.float16),
+            "flags": np.array([True, False]),
+            "scale": np.float16(0.1),
+        },
+    )
+    [back] = table_to_samples(samples_to_table([made]))
+    assert back.multimodal_inputs == made.multimodal_inputs
+    assert made.multimodal_train_inputs and back.multimodal_train_inputs
+    for name, was in made.multimodal_train_inputs.items():
+        now = back.multimodal_train_inputs[name]
+        assert (type(now), now.dtype, tuple(now.shape)) == (type(was), was.dtype, tuple(was.shape))
+        assert (now == was).all()
+    with pytest.raises(DataError, match=r"sample 0: field metadata has no JSON form.*object"):
+        samples_to_table([Sample(metadata={"x": object()})])
+
+
+def test_samples_of_an_older_version_are_read() -> None:
+    made = group(4)
+    table = samples_to_table(made).drop_columns(["multimodal_train_input_id"])
+    old = table.replace_schema_metadata(table.schema.metadata | {VERSION_KEY: b"1"})
+    objects = Objects.open("memory://older")
+    back = table_to_samples(read_table(objects, write_table(objects, "p.parquet", old)))
+    assert [plain(s) for s in back] == [plain(s) for s in made]
 
 
 def group(count: int, length: int = 6) -> list[Sample]:
@@ -218,9 +293,9 @@ def test_damage_is_found(objects: Objects, some: list[str] | None) -> None:
 def test_an_unknown_version_is_refused(disk: Objects) -> None:
     table = samples_to_table(group(2))
     newer = table.replace_schema_metadata(table.schema.metadata | {VERSION_KEY: b"7"})
-    with pytest.raises(StoreError, match="samples version 7, expected 1"):
+    with pytest.raises(StoreError, match="samples version 7, expected 2"):
         write_table(disk, "p.parquet", newer)
-    with pytest.raises(StoreError, match="samples version 7, expected 1"):
+    with pytest.raises(StoreError, match="samples version 7, expected 2"):
         table_to_samples(newer)
     with disk.writer("p.parquet") as file:
         pq.write_table(newer, file)
@@ -229,7 +304,7 @@ def test_an_unknown_version_is_refused(disk: Objects) -> None:
         update={"key": "p.parquet", "bytes": len(data), "sha256": sha(data)}
     )
     for columns in (None, ["tokens"]):
-        with pytest.raises(StoreError, match="samples version 7, expected 1"):
+        with pytest.raises(StoreError, match="samples version 7, expected 2"):
             read_table(disk, ref, columns)
     with pytest.raises(StoreError, match="schema 'none'"):
         write_table(disk, "p.parquet", pa.table({"a": [1]}))

@@ -1,11 +1,13 @@
 """`verify_run`: a whole run passes, and every kind of fault is named."""
 
 import re
+import sys
 from typing import Any
 
 import pytest
 
 from rlcore.config.digest import tree_digest
+from rlcore.data import Order
 from rlcore.errors import NotFound
 from rlcore.sample import Sample, Status
 from rlcore.store import paths
@@ -18,7 +20,7 @@ from rlcore.store.batch import (
     write_table,
 )
 from rlcore.store.lease import Lease
-from rlcore.store.lineage import verify_run
+from rlcore.store.lineage import _PromptOrder, verify_run
 from rlcore.store.manifest import (
     FileRef,
     Manifest,
@@ -353,6 +355,7 @@ def write_story(
     monkeypatch: pytest.MonkeyPatch,
     story: list[tuple[list[Place], list[Place]]] = STORY,
     change: dict[int, dict[str, Any]] | None = None,
+    more: dict[int, dict[str, Any]] | None = None,
 ) -> Writer:
     changes: dict[tuple[int, str], dict[str, Any]] = {}
     for i, (_, left) in enumerate(story):
@@ -360,6 +363,7 @@ def write_story(
         cursor = {"epoch": start[0], "offset": start[1], "size": SIZE}
         cursor |= {"next_epoch": end[0], "next_offset": end[1]}
         extra = {"buffer": left_over(objects, i, left) | (change or {}).get(i, {})}
+        extra |= (more or {}).get(i, {})
         changes[i, "rollout"] = {"cursor": cursor, "extra": extra}
 
     real = samples
@@ -414,6 +418,32 @@ def test_a_prompt_that_is_lost_or_comes_twice_is_named(
     assert fault in faults(disk)
 
 
+@pytest.mark.parametrize(
+    ("dropped", "fault"),
+    [
+        ([(0, 3)], ""),
+        ([], "but the rollout has 2"),
+        ([(0, 2), (0, 3)], "epoch 0, offset 2 was dropped, but it was not begun"),
+        ([(0, 3), (1, 0)], "epoch 1, offset 0 was dropped, but it was not begun, or is in the buf"),
+    ],
+)
+def test_dropped_prompts_are_accounted_for(
+    disk: Objects, monkeypatch: pytest.MonkeyPatch, dropped: list[Place], fault: str
+) -> None:
+    # The second rollout dropped (0, 3) and began (1, 0) in its place.
+    monkeypatch.setattr(sys.modules[__name__], "ENDS", [(0, 3), (1, 1), (1, 3), (2, 0)])
+    story = [
+        STORY[0],
+        ([(0, 1), (0, 4)], [(1, 0)]),
+        ([(1, 0), (1, 1)], [(1, 2)]),
+        ([(1, 2), (1, 3)], [(1, 4)]),
+    ]
+    more = {1: {"dropped": left_over(disk, 9, dropped)}} if dropped else {}
+    write_story(disk, monkeypatch, story, more=more)
+    found = faults(disk)
+    assert fault in found if fault else not found
+
+
 def test_a_buffer_that_is_not_what_its_record_says_is_named(
     disk: Objects, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -433,3 +463,22 @@ def test_a_damaged_buffer_is_named_and_its_rollout_is_done_again(
     assert found
     manifest = found[0]
     assert writer.store.lookup(3, "rollout", manifest.inputs, manifest.config_digest) is None
+
+
+def test_prompts_of_mixed_files_are_checked_against_their_order() -> None:
+    order = Order((3, 5), (1.0, 1.0), 7, True)
+    places = [divmod(k, order.size) for k in range(20)]
+    prompts = [f"p{order.position_at(place)}" for place in places]
+    cursor = {"epoch": 0, "offset": 0, "next_epoch": 2, "next_offset": 4, "size": order.size}
+    config = {"run": {"seed": 7}, "data": {"shuffle": True}}
+
+    def found(prompts: list[str], mix: dict[str, Any] | None) -> list[str]:
+        checked = _PromptOrder(config)
+        checked.mix = mix
+        return list(checked.faults(cursor, prompts, {}, {}, {}))
+
+    mix = {"sizes": [3, 5], "weights": [1.0, 1.0]}
+    assert found(prompts, mix) == []
+    swapped = [prompts[1], prompts[0], *prompts[2:]]
+    assert any("the data plan has row" in fault for fault in found(swapped, mix))
+    assert found(prompts, None)

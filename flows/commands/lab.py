@@ -4,7 +4,7 @@ import dataclasses
 import shutil
 from typing import Any
 
-from flows.inspect import out, print_json, table_of
+from flows.commands.inspect import out, print_json, table_of
 from rlcore.opening import existing_config, open_store
 from rlcore.scratch import make_scratch
 

@@ -1,0 +1,150 @@
+"""The sections `rollout` and `filter`: how responses are generated, and which are trained on."""
+
+# pydantic copies defaults, which ruff does not know of a section's base in another file.
+# ruff: noqa: RUF012
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from rlcore.config.section import FunctionPath, PositiveInt, Section
+
+
+class RolloutConfig(Section):
+    """How responses are generated."""
+
+    OPERATIONAL = frozenset(
+        {
+            "concurrency",
+            "request_timeout_s",
+            "request_retries",
+            "start_timeout_s",
+            "health_check_interval_s",
+            "health_check_timeout_s",
+            "num_engines",
+            "max_refills",
+        }
+    )
+
+    engine: Literal["embedded", "sglang"] = "embedded"
+    """`embedded` runs on CPU inside this package; `sglang` needs a GPU."""
+    rollout_batch_size: PositiveInt = 32
+    """Prompts an iteration."""
+    n_samples_per_prompt: PositiveInt = 8
+    """Responses a prompt: the size of a group."""
+    max_response_len: PositiveInt = 1024
+    """Most tokens of a response."""
+    temperature: Annotated[float, Field(ge=0)] = 1.0
+    """Sampling temperature; the trainer divides its logits by it too."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Nucleus sampling; 1 is off."""
+    top_k: Annotated[int, Field(ge=-1)] = -1
+    """Sample among the k likeliest tokens; -1 is off."""
+    stop: list[str] = []
+    """Strings that end a response."""
+    stop_token_ids: list[int] = []
+    """Token ids that end a response, beside the end-of-sequence id."""
+    skip_special_tokens: bool = False
+    """Leave special tokens out of the response text."""
+    context_length: PositiveInt | None = None
+    """Longest prompt plus response of the engine; default: the model's."""
+    custom_generate_function_path: FunctionPath | None = None
+    """A function `async generate(args, sample, sampling_params)` in place of one request."""
+    group_generate: bool = False
+    """That function takes the samples of a group, and a list of parameters, one a sample."""
+    custom_rollout_function_path: FunctionPath | None = None
+    """A function `rollout(args, rollout_id, data_source)` that makes the whole batch."""
+    buffer_filter_path: FunctionPath | None = None
+    """A function `(args, rollout_id, buffer, num_samples)` that picks from what was left over."""
+    rollout_sample_filter_path: FunctionPath | None = None
+    """A function `(args, groups)` that marks samples of a scored batch as `remove_sample`."""
+    rollout_all_samples_process_path: FunctionPath | None = None
+    """A function `(args, all_groups, data_source)` that looks at all scored groups."""
+    over_sampling_batch_size: PositiveInt | None = None
+    """Prompts begun at a time; the first rollout_batch_size to finish are used. None: no more."""
+    max_refills: Annotated[int, Field(ge=0)] = 16
+    """How often over_sampling_batch_size more are begun for a batch while the filter drops."""
+    partial_rollout: bool = False
+    """Keep what over-sampling began and did not use, and go on with it in the next iteration."""
+    mask_offpolicy_in_partial_rollout: bool = False
+    """Do not train on tokens of older policies; kept groups that were whole are begun anew."""
+    num_engines: PositiveInt | None = None
+    """Engines to run; default: cluster.rollout_num_gpus / cluster.rollout_num_gpus_per_engine."""
+    max_running_requests: PositiveInt | None = None
+    """Requests an engine works on at once; default: the engine's own choice."""
+    concurrency: PositiveInt = 512
+    """Samples in flight at an engine at once."""
+    request_timeout_s: Annotated[float, Field(gt=0)] = 600.0
+    """Seconds after which a request to an engine is given up and tried elsewhere."""
+    request_retries: Annotated[int, Field(ge=0)] = 3
+    """How often a failed request is sent again."""
+    start_timeout_s: Annotated[float, Field(gt=0)] = 600.0
+    """Seconds an engine may take to answer its first health check."""
+    health_check_interval_s: Annotated[float, Field(gt=0)] = 1.0
+    """Seconds between two looks at the engines; one that has died is started again."""
+    health_check_timeout_s: Annotated[float, Field(gt=0)] = 15.0
+    """Seconds without an answer after which an engine counts as hung and is started again."""
+
+    @model_validator(mode="after")
+    def _greedy_has_no_groups(self) -> "RolloutConfig":
+        if self.temperature == 0 and self.n_samples_per_prompt > 1:
+            raise ValueError(
+                "rollout.temperature = 0 gives the same response n_samples_per_prompt "
+                f"= {self.n_samples_per_prompt} times; use a temperature above 0"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _over_sampling_adds_up(self) -> "RolloutConfig":
+        begun = self.over_sampling_batch_size
+        if begun is not None and begun < self.rollout_batch_size:
+            raise ValueError(
+                f"rollout.over_sampling_batch_size = {begun} is less than "
+                f"rollout.rollout_batch_size = {self.rollout_batch_size}: an iteration could not "
+                "be filled; make it larger, or leave it out"
+            )
+        if self.mask_offpolicy_in_partial_rollout and not self.partial_rollout:
+            raise ValueError(
+                "rollout.mask_offpolicy_in_partial_rollout = true needs rollout.partial_rollout "
+                "= true: without it no sample has tokens of an older policy"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _functions_agree(self) -> "RolloutConfig":
+        if self.group_generate and self.custom_generate_function_path is None:
+            raise ValueError(
+                "rollout.group_generate = true is about a function of yours; set "
+                "rollout.custom_generate_function_path"
+            )
+        whole = "rollout.custom_rollout_function_path makes the whole batch itself; remove"
+        if self.custom_rollout_function_path is None:
+            return self
+        if self.over_sampling_batch_size is not None:
+            raise ValueError(f"{whole} rollout.over_sampling_batch_size")
+        for name in ("rollout_sample_filter_path", "rollout_all_samples_process_path"):
+            if getattr(self, name) is not None:
+                raise ValueError(f"{whole} rollout.{name}")
+        return self
+
+    @model_validator(mode="after")
+    def _limits_agree(self) -> "RolloutConfig":
+        if self.top_k == 0:
+            raise ValueError(
+                "rollout.top_k = 0 leaves no token to sample; use -1 (off) or 1 and up"
+            )
+        if self.context_length is not None and self.context_length <= self.max_response_len:
+            raise ValueError(
+                f"rollout.context_length = {self.context_length} leaves no room for a prompt "
+                f"beside rollout.max_response_len = {self.max_response_len}"
+            )
+        return self
+
+
+class FilterConfig(Section):
+    """Which groups are trained on."""
+
+    dynamic_sampling_filter_path: (
+        FunctionPath | Literal["nonzero_std", "nonzero_std_with_fallback"] | None
+    ) = None
+    """`nonzero_std` drops groups of equal rewards; or `filter(args, samples, **kwargs) -> bool`."""
