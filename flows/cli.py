@@ -332,7 +332,7 @@ def check_plugin(
     function: Annotated[str, Parameter(help="module:function or file.py:function.")],
     *,
     kind: Annotated[
-        str | None, Parameter(help="reward, batched_reward, filter, generate or build.")
+        str | None, Parameter(help="reward, batched_reward, filter, generate, build, ...")
     ] = None,
     reward_key: Annotated[str | None, Parameter(help="Key of the reward in a dict.")] = None,
     model: Annotated[

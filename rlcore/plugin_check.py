@@ -86,12 +86,14 @@ def check_plugin(
             return check_reward(spec, batched=kind == "batched_reward", reward_key=reward_key)
         case "filter":
             return list(check_filter(spec, reward_key))
-        case "generate":
+        case "generate" | "group_generate":
             if model is None:
                 raise PluginError(f"{spec}: a generate function is tried with a model; name one")
-            return check_generate(spec, model)
+            return check_generate(spec, model, group=kind == "group_generate")
         case "build":
             return list(check_build(load_function(spec, SETTING)))
+        case _:
+            return [Finding("its parameters")]
 
 
 # --- reward ---------------------------------------------------------------------------------------
@@ -178,7 +180,7 @@ def check_filter(spec: str, reward_key: str | None) -> Iterator[Finding]:
 # --- generate -------------------------------------------------------------------------------------
 
 
-def check_generate(spec: str, model: Path) -> list[Finding]:
+def check_generate(spec: str, model: Path, *, group: bool) -> list[Finding]:
     """A whole sample from a real engine, the same one from the same seed, in an evaluation too."""
     with tempfile.TemporaryDirectory(prefix="sluice-check-") as folder:
         port = free_port()
@@ -186,17 +188,20 @@ def check_generate(spec: str, model: Path) -> list[Finding]:
         engine.start(embedded_argv(model, port), Path(folder) / "engine.log")
         try:
             engine.wait_healthy(ENGINE_START_S)
-            return asyncio.run(_generated(spec, model, engine.url))
+            return asyncio.run(_generated(spec, model, engine.url, group))
         finally:
             engine.stop()
 
 
-async def _generated(spec: str, model: Path, url: str) -> list[Finding]:
+async def _generated(spec: str, model: Path, url: str, group: bool) -> list[Finding]:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
     config = RolloutConfig(
-        custom_generate_function_path=spec, max_response_len=RESPONSE_LEN, n_samples_per_prompt=2
+        custom_generate_function_path=spec,
+        group_generate=group,
+        max_response_len=RESPONSE_LEN,
+        n_samples_per_prompt=2,
     )
     pool = EnginePool([url], Limits.of_model(str(model), None), retries=0, timeout_s=TIMEOUT_S)
     found, made = [], []

@@ -36,7 +36,7 @@ def check(
         raise PluginError(f"--kind {kind}: it is one of {', '.join(PARAMETERS)}")
     which = known or kind_of(spec)
     with tempfile.TemporaryDirectory(prefix="sluice-check-") as folder:
-        if which == "generate" and model is None:
+        if which in ("generate", "group_generate") and model is None:
             model = quickstart_model(Path(folder) / "model")
         found = check_plugin(spec, which, reward_key=reward_key, model=model)
     if as_json:

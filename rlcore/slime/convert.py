@@ -6,6 +6,9 @@ from rlcore.errors import ConfigError
 
 BUILT_IN_FILTERS = {
     "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std": "nonzero_std",
+    "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std_with_fallback": (
+        "nonzero_std_with_fallback"
+    ),
 }
 SCHEDULES = {"constant": "constant", "linear": "linear", "cosine": "cosine"}
 MINUTE_S = 60.0

@@ -14,6 +14,16 @@ from rlcore.slime.table import BY_NAME
 
 PASSED_ON = "sglang-"
 ROUTER = "router-"
+EVAL_SETTINGS = (
+    "eval-input-key",
+    "eval-label-key",
+    "eval-tool-key",
+    "eval-top-k",
+    "eval-max-prompt-len",
+    "eval-min-new-tokens",
+)
+"""Arguments that are settings of each evaluation set, of the same name."""
+BUILT_IN_ROLLOUT = "slime.rollout.sglang_rollout.generate_rollout"
 READ: dict[str, Callable[[str], Any]] = {
     "int": int,
     "float": float,
@@ -161,6 +171,7 @@ def join(given: dict[str, Any], done: Translation) -> None:
     _batches(given, done)
     _cluster(given, done)
     _store(given, done)
+    _functions(given, done)
     _algorithm(given, done)
     _evaluation(given, done)
 
@@ -205,7 +216,10 @@ def _batches(given: dict[str, Any], done: Translation) -> None:
         steps = max(1, made // size) if size else 1
     _set(done, "train.global_batch_size", size)
     _set(done, "train.num_steps_per_rollout", steps)
-    if (begun := given.get("over-sampling-batch-size")) is not None:
+    begun = given.get("over-sampling-batch-size")
+    if begun is None and "dynamic-sampling-filter-path" in given:
+        begun = given["rollout-batch-size"]  # Dropped groups are replaced, by as many a time.
+    if begun is not None:
         _set(done, "rollout.over_sampling_batch_size", begun)
     share = given.get("lr-warmup-fraction", given.get("warmup-ratio"))
     if share is not None and "lr-warmup-iters" not in given:
@@ -236,15 +250,23 @@ def _store(given: dict[str, Any], done: Translation) -> None:
         _set(done, "storage.root", save)
 
 
+def _functions(given: dict[str, Any], done: Translation) -> None:
+    path = given.get("rollout-function-path", BUILT_IN_ROLLOUT)
+    if path != BUILT_IN_ROLLOUT:
+        _set(done, "rollout.custom_rollout_function_path", path)
+    if "custom-rm-path" in given:
+        _set(done, "reward.custom_rm_path", given["custom-rm-path"])
+        if "rm-type" in given:
+            why = "--custom-rm-path comes before it, as in slime; a row's own rm_type does not"
+            done.notes.append((f"--rm-type {given['rm-type']}", why))
+    elif "rm-type" in given:
+        _set(done, "reward.rm_type", given["rm-type"])
+
+
 def _algorithm(given: dict[str, Any], done: Translation) -> None:
-    estimator = given.get("advantage-estimator", "grpo")
-    if estimator != "grpo":
-        raise ConfigError(f"--advantage-estimator {estimator}: there is grpo alone yet")
     low = given.get("eps-clip", 0.2)
     _set(done, "algorithm.clip_low", low)
     _set(done, "algorithm.clip_high", given.get("eps-clip-high", low))
-    if given.get("n-samples-per-prompt", 1) == 1:
-        raise ConfigError("--n-samples-per-prompt 1: grpo needs two samples of a prompt, or more")
     whole = given.get("calculate-per-token-loss", False)
     _set(done, "algorithm.loss_aggregation", "token_mean" if whole else "sequence_mean")
     if given.get("use-kl-loss"):
@@ -265,9 +287,14 @@ def _evaluation(given: dict[str, Any], done: Translation) -> None:
             f"--eval-prompt-data {' '.join(pairs)}: it takes pairs of a name and a path"
         )
     if "eval-interval" in given:
-        if not pairs:
-            raise ConfigError("--eval-interval needs --eval-prompt-data")
+        if not pairs and "eval-config" not in given:
+            raise ConfigError("--eval-interval needs --eval-prompt-data or --eval-config")
         _set(done, "eval.eval_interval", given["eval-interval"])
+    own = {
+        name.removeprefix("eval-").replace("-", "_"): given[name]
+        for name in EVAL_SETTINGS
+        if name in given
+    }
     datasets = [
         {
             "name": name,
@@ -278,8 +305,9 @@ def _evaluation(given: dict[str, Any], done: Translation) -> None:
             "max_response_len": given.get(
                 "eval-max-response-len", given["rollout-max-response-len"]
             ),
+            **own,
         }
         for name, path in zip(pairs[::2], pairs[1::2], strict=True)
     ]
-    if datasets:
+    if datasets and "eval-config" not in given:
         _set(done, "eval.datasets", datasets)

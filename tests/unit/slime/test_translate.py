@@ -124,6 +124,45 @@ def test_a_disaggregated_run_with_dynamic_sampling_and_partial_rollouts() -> Non
     assert config.algorithm.loss_aggregation == "token_mean"
 
 
+def test_algorithms_and_corrections() -> None:
+    config = config_of(
+        f"{SHORTEST} --advantage-estimator ppo --gamma 0.99 --lambd 0.95 --value-clip 0.3 "
+        "--num-critic-only-steps 5 --kl-coef 0.01 --kl-loss-type k2 --normalize-advantages "
+        "--use-tis --tis-clip 3 --tis-clip-low 0.1 --eps-clip-c 3 --entropy-coef 0.001"
+    ).algorithm
+    assert (config.advantage_estimator, config.num_critic_only_steps) == ("ppo", 5)
+    assert (config.gamma, config.lambd, config.value_clip) == (0.99, 0.95, 0.3)
+    assert (config.kl_coef, config.kl_loss_type, config.normalize_advantages) == (0.01, "k2", True)
+    assert (config.use_tis, config.tis_clip, config.tis_clip_low) == (True, 3.0, 0.1)
+    assert (config.eps_clip_c, config.entropy_coef) == (3.0, 0.001)
+    plain = config_of(f"{SHORTEST} --disable-rewards-normalization").algorithm
+    assert not plain.rewards_normalization
+
+
+def test_rewards_and_hooks() -> None:
+    line = SHORTEST.replace("--custom-rm-path rm.py:f", "--rm-type math")
+    assert config_of(line).reward.rm_type == "math"
+    remote = line.replace("math", "remote_rm --rm-url http://127.0.0.1:9/score")
+    assert config_of(remote).reward.rm_url == "http://127.0.0.1:9/score"
+    both = config_of(f"{SHORTEST} --rm-type math").reward
+    assert (both.custom_rm_path, both.rm_type) == ("/somewhere/rm.py:f", "")
+    whole = config_of(f"{SHORTEST} --rollout-function-path my.roll").rollout
+    assert whole.custom_rollout_function_path == "my.roll"
+    rollout = config_of(
+        f"{SHORTEST} --over-sampling-batch-size 8 --partial-rollout --buffer-filter-path my.buffer "
+        "--rollout-sample-filter-path my.some --rollout-all-samples-process-path my.all"
+    ).rollout
+    assert rollout.buffer_filter_path == "my.buffer"
+    assert rollout.rollout_sample_filter_path == "my.some"
+    assert rollout.rollout_all_samples_process_path == "my.all"
+
+
+def test_a_filter_alone_is_dynamic_sampling_as_in_slime() -> None:
+    path = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
+    config = config_of(f"{SHORTEST} --dynamic-sampling-filter-path {path}")
+    assert config.rollout.over_sampling_batch_size == 4
+
+
 def test_the_legacy_fsdp_trainer_keeps_its_defaults() -> None:
     config = config_of(
         f"{SHORTEST} --train-backend fsdp --gradient-checkpointing --attn-implementation "
@@ -145,16 +184,15 @@ def test_what_slime_defaults_to_is_said_where_ours_is_another() -> None:
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ("--use-tis", "--use-tis: there is no importance sampling"),
+        ("--use-routing-replay", "--use-routing-replay: no mixture-of-experts routing"),
         ("--rollout-functon-path x", "did you mean --rollout-function-path?"),
-        ("--rollout-function-path my.rollout", "only slime.rollout.sglang_rollout"),
-        ("--entropy-coef 0.01", "--entropy-coef 0.01: only 0.0 is possible"),
+        ("--data-source-path my.Source", "only slime.rollout.data_source"),
+        ("--update-weights-interval 2", "--update-weights-interval 2: only 1 is possible"),
         ("--lr much", "--lr much: could not convert"),
         ("--lr 1 2", "it takes one value, not 2"),
         ("--colocate yes", "--colocate yes: it takes no value"),
         ("--lr-decay-style wsd", "train.lr_schedule has constant, linear, cosine"),
         ("--load /elsewhere", "a checkpoint of slime is not read"),
-        ("--advantage-estimator ppo", "grpo alone"),
         ("--eval-prompt-data a b c", "pairs of a name and a path"),
         ("--no-offload-train", "--no-offload-train: trainer and engines keep their memory"),
         ("--router-policy x", "there is no router"),
@@ -167,8 +205,8 @@ def test_what_has_no_place_is_refused_with_the_nearest_thing(more: str, said: st
 
 
 def test_all_refusals_are_told_at_once() -> None:
-    told = refusals("--use-tis --use-opsm stray --foo").splitlines()
-    assert [line.split(":")[0] for line in told[:2]] == ["--use-tis", "--use-opsm stray"]
+    told = refusals("--use-wandb --use-opsm stray --foo").splitlines()
+    assert [line.split(":")[0] for line in told[:2]] == ["--use-wandb", "--use-opsm stray"]
     assert len(told) == 4
 
 
