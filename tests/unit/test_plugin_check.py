@@ -43,7 +43,7 @@ def test_parameters_that_do_not_tell_are_asked_for(tmp_path: Path) -> None:
     (tmp_path / "m.py").write_text("def f(args, samples): ...\ndef g(x): ...")
     with pytest.raises(PluginError, match=r"--kind: batched_reward, filter$"):
         kind_of(f"{tmp_path}/m.py:f")
-    with pytest.raises(PluginError, match=r"--kind: generate, reward"):
+    with pytest.raises(PluginError, match=r"--kind: generate, group_generate, "):
         kind_of(f"{tmp_path}/m.py:g")
 
 
@@ -112,6 +112,27 @@ def test_a_generate_function(tmp_path: Path, model: Path) -> None:
     assert "status pending" in tried(tmp_path, forgotten, "generate", model=model)["two samples"]
 
 
+def test_other_kinds_are_looked_at_by_their_parameters(tmp_path: Path) -> None:
+    (tmp_path / "m.py").write_text("def f(args, rollout_id, buffer, num_samples): return buffer")
+    spec = f"{tmp_path}/m.py:f"
+    assert kind_of(spec) == "buffer_filter"
+    assert check_plugin(spec, "buffer_filter") == [Finding("its parameters")]
+    with pytest.raises(PluginError, match="it is called as"):
+        check_plugin(spec, "sample_filter")
+
+
+def test_a_generate_function_of_a_group(tmp_path: Path, model: Path) -> None:
+    whole = (
+        "from rlcore.rollout.generate import apply_result\n"
+        "async def f(args, samples, sampling_params):\n"
+        "    for sample in samples:\n"
+        "        own = sampling_params | {'sampling_seed': sample.seed, 'max_new_tokens': 4}\n"
+        "        apply_result(sample, await args.generate(sample.tokens, own))\n"
+        "    return samples\n"
+    )
+    assert tried(tmp_path, whole, "group_generate", model=model) == {}
+
+
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "m.py").write_text("def f(args, sample): return len(sample.label)\n")
     spec, options = f"{tmp_path}/m.py:f", {"reward_key": None, "model": None}
@@ -123,5 +144,5 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     generate = f"{tmp_path}/g.py:f"
     assert check(generate, None, as_json=True, **options) == DONE  # type: ignore[arg-type]
     assert '"kind": "generate"' in capsys.readouterr().out
-    with pytest.raises(PluginError, match="--kind nonsense: it is one of generate, reward"):
+    with pytest.raises(PluginError, match="--kind nonsense: it is one of generate, "):
         check(spec, "nonsense", as_json=False, **options)  # type: ignore[arg-type]
