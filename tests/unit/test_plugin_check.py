@@ -125,8 +125,7 @@ def test_a_generate_function_of_a_group(tmp_path: Path, model: Path) -> None:
     whole = (
         "from rlcore.rollout.generate import apply_result\n"
         "async def f(args, samples, sampling_params):\n"
-        "    for sample in samples:\n"
-        "        own = sampling_params | {'sampling_seed': sample.seed, 'max_new_tokens': 4}\n"
+        "    for sample, own in zip(samples, sampling_params):\n"
         "        apply_result(sample, await args.generate(sample.tokens, own))\n"
         "    return samples\n"
     )
