@@ -59,7 +59,8 @@ class PrefectServer:
                 env=env,
                 stdout=log,
                 stderr=log,
-                start_new_session=True,
+                # Not a session: Linux would weigh it as a whole against all else of ours.
+                process_group=0,
                 preexec_fn=DieWithParent(os.getpid()),
             )
 

@@ -88,7 +88,8 @@ class EngineProcess:
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     env={**os.environ, **(env or {})},
-                    start_new_session=True,
+                    # Not a session: Linux would weigh it as a whole against all else of ours.
+                    process_group=0,
                     preexec_fn=DieWithParent(os.getpid()),
                 )
             except OSError as error:
