@@ -203,7 +203,7 @@ class Ranks:
             assert rank.stdin is not None
             rank.stdin.close()
         for rank in self._ranks:
-            rank.wait(timeout=30)
+            rank.wait(timeout=120)
         self._log.close()
 
 
