@@ -105,6 +105,13 @@ class Stack:
         return self.api_url.removesuffix("/api")
 
     @property
+    def queue(self) -> str:
+        """The work queue of this root: a worker of another root's stack, which outlived its server
+        and finds this one at the same address, takes nothing from it.
+        """
+        return f"root-{hashlib.sha256(self.root.encode()).hexdigest()[:8]}"
+
+    @property
     def token(self) -> Path:
         """The file with Ray's token."""
         return self.folder / "ray.token"
@@ -276,7 +283,8 @@ def start_worker(stack: Stack) -> None:
     """Start the worker, and wait until the server knows it."""
     # -P: nothing is imported from the folder where `up` happened to be called.
     argv = [sys.executable, "-P", "-m", "prefect", "worker", "start", "--type", "process"]
-    worker = launch(stack, "worker", [*argv, "--pool", POOL, "--name", POOL], stack.env())
+    argv += ["--pool", POOL, "--name", POOL, "--work-queue", stack.queue]
+    worker = launch(stack, "worker", argv, stack.env())
     query = {"workers": {"status": {"any_": ["ONLINE"]}}}
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline and worker.alive():
@@ -304,6 +312,7 @@ def deploy(stack: Stack) -> None:
         "SLUICE_ROOT": stack.root,
         "SLUICE_HOME": stack.home,
         "SLUICE_EXAMPLES": str(shipped("examples")),
+        "SLUICE_QUEUE": stack.queue,
     }
     apply_deployments(stack.api_url, DEPLOYMENTS, places, stack.folder / "prefect")
     apply_automations(stack.api_url)

@@ -162,7 +162,11 @@ def main(kind: str, names: Sequence[str]) -> None:
         ConfigError: the environment lacks what prefect.yaml takes from it.
         ClusterError: the server did not take something.
     """
-    places = {"SLUICE_EXAMPLES": str(shipped("examples")), "SLUICE_HOME": str(Path.home())}
+    places = {
+        "SLUICE_EXAMPLES": str(shipped("examples")),
+        "SLUICE_HOME": str(Path.home()),
+        "SLUICE_QUEUE": "default",
+    }
     env = places | os.environ
     needed = ["PREFECT_API_URL", "SLUICE_ROOT", *(["SLUICE_IMAGE"] if kind != "process" else [])]
     if missing := [name for name in needed if not env.get(name)]:

@@ -119,6 +119,7 @@ def test_what_is_deployed_is_what_the_file_says(up: Running) -> None:
     found = {d["name"]: d for d in up.rows("deployments")}
     assert set(found) == set(DEPLOYMENTS)
     assert {d["work_pool_name"] for d in found.values()} == {POOL}
+    assert {d["work_queue_name"] for d in found.values()} == {up.stack.queue}
     assert {d["entrypoint"] for d in found.values()} == {
         "flows.train.rl_train",
         "flows.one_shot.one_iteration",
