@@ -114,3 +114,11 @@ def test_the_settings_in_the_pages_load(tmp_path: Path) -> None:
         (tmp_path / name).write_text(body)
         config = load_config(tmp_path / name)
         assert config.reward.rm_type or config.reward.custom_rm_path.endswith(":reward")
+
+
+def test_the_tests_that_the_table_of_features_names_exist() -> None:
+    named = re.findall(r"`(tests/[^`:]+)(?:::([a-z0-9_]+))?`", text_of(REPO / "docs/features.md"))
+    assert len(named) > 40
+    for file, name in named:
+        text = (REPO / file).read_text(encoding="utf-8")
+        assert f"def {name}(" in text if name else "def test_" in text, (file, name)
