@@ -56,16 +56,19 @@ class Actors:
         """
         plan, config = self._plan, self._plan.config
         check_gpus(plan)
+        objects, origin, model = plan.store.objects, plan.store.origin, config.model
+        in_place = is_in_place(objects, origin, model)
+        if in_place:
+            # Before anything is started that a damaged model would leave behind.
+            check_in_place(objects, origin, model)
         # Ray starts processes in the order in which actors are asked for, and the trainer is the
         # last to be ready.
         trainer = asyncio.create_task(self._new_trainer())
         await asyncio.sleep(0)
         self._engines = Engines(engine_spec(plan), config.num_engines, engine_gpus(config))
-        if is_in_place(plan.store.objects, plan.store.origin, config.model):
-            check_in_place(plan.store.objects, plan.store.origin, config.model)
-        else:
+        if not in_place:
             # The trainer's first rank builds the model, since it has torch loaded already.
-            await (await trainer).prepare_model(plan.store.origin, config.model)
+            await (await trainer).prepare_model(origin, model)
         state = plan.start_state()
         self.worker = actor_class(RolloutActor).remote(rollout_plan(plan))
         await gather(self._engines.start(), load(trainer, state), self._worker_ready())
