@@ -172,9 +172,11 @@ def parse_set(text: str) -> tuple[list[str], Any]:
     if not equals or not all(parts):
         raise ConfigError(f"--set {text!r} is not of the form section.key=value")
     try:
-        return parts, tomllib.loads(f"v = {raw}")["v"]
+        read = tomllib.loads(f"v = {raw}")
     except tomllib.TOMLDecodeError:
         return parts, raw.strip()
+    # A value of several lines may read as further keys, which would be dropped.
+    return parts, read["v"] if len(read) == 1 else raw.strip()
 
 
 def put(tree: Tree, key: Sequence[str], value: Any) -> None:
