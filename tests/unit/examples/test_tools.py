@@ -22,7 +22,7 @@ from rlcore.store.batch import read_parts, table_to_samples
 from rlcore.store.objects import Objects
 
 REPO = Path(__file__).parents[3]
-LEARNED = {"search_r1": (0.2, 0.8), "retool": (0.02, 0.3), "multi_agent": (0.5, 0.8)}
+LEARNED = {"search_r1": (0.2, 0.8), "retool": (0.02, 0.3), "multi_agent": (0.2, 0.6)}
 """Mean reward of the first three iterations, at most, and of the last five, at least."""
 
 
