@@ -162,7 +162,7 @@ class Sample:
             if "weight_version" in meta_info:
                 self.weight_versions = [*self.weight_versions, str(meta_info["weight_version"])]
             ended = (meta_info.get("finish_reason") or {}).get("type")
-            self.status = FINISHED.get(ended, self.status)
+            self.status = FINISHED.get(str(ended), self.status)
         self.validate()
 
     def validate(self) -> None:
