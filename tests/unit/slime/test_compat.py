@@ -1,6 +1,7 @@
 """Plugins written for slime run as they are, where `compat.slime` says so, and nowhere else."""
 
 import importlib
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,10 +43,12 @@ def compat() -> Iterator[None]:
         yield
 
 
-def test_it_is_off_unless_asked_for() -> None:
+def test_it_is_off_unless_asked_for(tmp_path: Path) -> None:
     assert slime_args_of(config(compat={})) is None
+    # A copy: another test of this process may have loaded the file already.
+    copy = shutil.copy(PLUGINS / "search_agent.py", tmp_path)
     with pytest.raises(PluginError, match=r"compat\.slime = true"):
-        load_function(f"{PLUGINS}/search_agent.py:generate", "x")
+        load_function(f"{copy}:generate", "x")
     with pytest.raises(ConfigError, match=r"compat\.slime = false"):
         config(compat={"args": {"max_turns": 2}})
 
@@ -148,10 +151,9 @@ def test_check_plugin_takes_them(compat: None, name: str, kind: Kind) -> None:
     assert [one for one in found if one.problem] == []
 
 
-def test_check_plugin_knows_slime_only_where_it_is_told() -> None:
-    spec = f"{PLUGINS}/filters.py:check_spread"
+def test_check_plugin_knows_slime_only_where_it_is_told(tmp_path: Path) -> None:
+    spec = f"{shutil.copy(PLUGINS / 'filters.py', tmp_path)}:check_spread"
     options: dict[str, Any] = {"reward_key": None, "model": None, "as_json": True}
-    assert check(spec, None, slime=True, **options) == 0
-    (sys.modules[load_function.__module__])._loaded.clear()
     with pytest.raises(PluginError, match=r"compat\.slime = true"):
         check(spec, None, **options)
+    assert check(spec, None, slime=True, **options) == 0
