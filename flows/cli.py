@@ -338,12 +338,15 @@ def check_plugin(
     model: Annotated[
         Path | None, Parameter(help="Model folder for a generate function; default: a tiny one.")
     ] = None,
+    slime: Annotated[
+        bool, Parameter(help="It is written for slime, as with compat.slime = true.", negative="")
+    ] = False,
     json: Json = False,
 ) -> int:
     """Try a custom function on what its kind meets in a run."""
     from flows.commands.check_plugin import check
 
-    return check(function, kind, reward_key=reward_key, model=model, as_json=json)
+    return check(function, kind, reward_key=reward_key, model=model, as_json=json, slime=slime)
 
 
 @app.command

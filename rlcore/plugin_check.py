@@ -17,19 +17,22 @@ from rlcore.config.tree import FilterConfig, RewardConfig, RolloutConfig
 from rlcore.engine.launch import EngineProcess, embedded_argv
 from rlcore.errors import PluginError, SluiceError
 from rlcore.net import free_port
-from rlcore.plugins import PARAMETERS, Kind, check_signature, load_function
+from rlcore.plugins import PARAMETERS, Kind, check_signature, is_async, load_function
 from rlcore.rollout.filters.rules import make_rule
 from rlcore.rollout.generate import Generator
 from rlcore.rollout.limits import Limits
 from rlcore.rollout.pool import EnginePool
 from rlcore.rollout.rewards import Scorer
 from rlcore.sample import Sample, Status
+from rlcore.slime.compat import state as slime
 from rlcore.store.files import file_ref
 
 SETTING = "the function"
 TIMEOUT_S = 10.0
 ENGINE_START_S = 120.0
 RESPONSE_LEN = 8
+SLIME_NAMES = {"data_buffer": "data_source", "group": "samples", "all_samples": "all_groups"}
+"""Other names that slime's own functions have for parameters."""
 Build = Callable[[Path, int], None]
 
 
@@ -53,10 +56,15 @@ def kind_of(spec: str) -> Kind:
         names = tuple(inspect.signature(function).parameters)
     except (TypeError, ValueError):
         names = ()
+    if slime.current() is not None:
+        names = tuple(SLIME_NAMES.get(name, name) for name in names)
     fitting = [kind for kind, wanted in PARAMETERS.items() if names[: len(wanted)] == wanted]
     # What begins as another does is the longer one: generate takes all that a reward takes.
     longest = max((len(PARAMETERS[kind]) for kind in fitting), default=0)
     fitting = [kind for kind in fitting if len(PARAMETERS[kind]) == longest]
+    if slime.current() is not None and fitting == ["batched_reward", "filter"]:
+        # slime awaits its rewards and never its filters.
+        fitting = ["batched_reward" if is_async(function) else "filter"]
     if len(fitting) != 1:
         kinds = ", ".join(fitting or PARAMETERS)
         raise PluginError(

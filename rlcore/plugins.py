@@ -70,7 +70,10 @@ def load_function(spec: str, setting: str) -> Callable[..., Any]:
     where, name = _split(spec, setting)
     what = f"{setting} = {spec!r}"
     module = _load_file(Path(where), what) if where.endswith(".py") else _import(where, what)
-    function = getattr(module, name, None)
+    try:
+        function = getattr(module, name, None)
+    except ImportError as error:
+        raise PluginError(f"{what}: {error}") from None
     if function is None:
         raise PluginError(f"{what}: {where} has no function {name!r}{_nearest(module, name)}")
     if not callable(function):
@@ -137,6 +140,8 @@ def _import(name: str, what: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
+        if error.name is not None and error.name.partition(".")[0] == "slime":
+            raise PluginError(f"{what}: {_describe(error, None)}") from None
         if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
             raise PluginError(
                 f"{what}: there is no module {error.name!r}; install it, or name a file as "
@@ -180,6 +185,8 @@ def _load_file(path: Path, what: str) -> ModuleType:
 def _describe(error: Exception, path: Path | None) -> str:
     if isinstance(error, SyntaxError):
         return f"{type(error).__name__}: {error.msg} ({error.filename} line {error.lineno})"
+    if isinstance(error, ModuleNotFoundError) and error.name == "slime":
+        return f"{error}; set compat.slime = true to have slime's names without it"
     frames = traceback.extract_tb(error.__traceback__)
     at = [f.lineno for f in frames if path is not None and f.filename == str(path)]
     return f"{type(error).__name__}: {error}" + (f" (line {at[-1]})" if at else "")

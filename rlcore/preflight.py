@@ -29,6 +29,8 @@ from rlcore.rollout.filters.rules import BUILT_IN
 from rlcore.rollout.hooks import Hooks
 from rlcore.rollout.rewards.dispatch import function_name
 from rlcore.sample import Sample, Status
+from rlcore.slime.compat import state as slime
+from rlcore.slime.compat.attributes import slime_args_of
 from rlcore.sources import check_sources, sources_of
 from rlcore.store.lease import held_by, is_doubtful, is_held, read_lease
 
@@ -45,8 +47,9 @@ def preflight(config: RunConfig) -> None:
     check_trackers(config)
     check_model(config.model)
     check_data(config)
-    check_plugins(config)
-    check_reward(config)
+    with slime.active(slime_args_of(config)):
+        check_plugins(config)
+        check_reward(config)
     # Last, since it writes a probe: bad input leaves not even an empty folder.
     check_writable(config)
 

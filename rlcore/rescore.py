@@ -24,6 +24,8 @@ from rlcore.rollout.stored import (
     write_rows,
 )
 from rlcore.sample import Sample, Status
+from rlcore.slime.compat import state as slime
+from rlcore.slime.compat.attributes import slime_args_of
 from rlcore.store.batch import read_parts
 from rlcore.store.branch import refer_to_parent
 from rlcore.store.lease import Lease
@@ -39,6 +41,11 @@ def rescore(store: RunStore, config: RunConfig, lease: Lease) -> None:
         PluginError, RewardError: the function cannot be loaded, or failed for too many samples.
         Fenced: another driver holds the run.
     """
+    with slime.active(slime_args_of(config)):
+        _rescore(store, config, lease)
+
+
+def _rescore(store: RunStore, config: RunConfig, lease: Lease) -> None:
     rollout = refer_to_parent(store, lease)["rollout"]
     i, objects = store.first_own, store.objects
     files = store.manifest(rollout).files

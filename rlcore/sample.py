@@ -9,6 +9,7 @@ Invariants, checked by `validate` and after each `append_response_tokens`:
 The field names are those of slime's `Sample`, so that plugins written for it keep working.
 """
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from typing import Any
@@ -29,6 +30,10 @@ class Status(StrEnum):
     """Generation was cut off from outside; it may be continued."""
     FAILED = "failed"
     """Generation or scoring failed: the sample has no reward and is not trained on."""
+
+
+FINISHED = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
+"""Finish reason of an engine -> status of the sample."""
 
 
 @dataclass
@@ -112,6 +117,7 @@ class Sample:
         *,
         trainable: bool = True,
         text: str | None = None,
+        meta_info: Mapping[str, Any] | None = None,
     ) -> None:
         """Grow the response. The one sanctioned way to do so.
 
@@ -120,6 +126,7 @@ class Sample:
             log_probs: one a token; required for trainable tokens, refused for others.
             trainable: False for tool output: mask 0, log-prob 0.0.
             text: decoded text to append to `response`.
+            meta_info: of the engine's answer: says the policy version and how it ended.
 
         Raises:
             DataError: lengths differ, or log-probs are given for tokens that are not trained on.
@@ -151,6 +158,11 @@ class Sample:
         self.loss_mask = self.loss_mask + [int(trainable)] * len(tokens)
         if text is not None:
             self.response += text
+        if meta_info is not None:
+            if "weight_version" in meta_info:
+                self.weight_versions = [*self.weight_versions, str(meta_info["weight_version"])]
+            ended = (meta_info.get("finish_reason") or {}).get("type")
+            self.status = FINISHED.get(str(ended), self.status)
         self.validate()
 
     def validate(self) -> None:

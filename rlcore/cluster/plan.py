@@ -6,6 +6,7 @@ from pathlib import Path
 from rlcore.cluster.engine_actor import EngineSpec
 from rlcore.cluster.rollout_actor import RolloutPlan
 from rlcore.config import RunConfig, config_digest
+from rlcore.slime.compat.attributes import slime_args_of
 from rlcore.starting_model import model_digest, model_path
 from rlcore.store.credentials import all_options
 from rlcore.store.manifest import chain_state_id, sha256_hex
@@ -91,6 +92,7 @@ def rollout_plan(plan: FleetPlan) -> RolloutPlan:
         filter=config.filter,
         eval=config.eval,
         num_gpus=config.cluster.rollout_num_gpus,
+        slime=slime_args_of(config),
     )
 
 

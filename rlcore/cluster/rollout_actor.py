@@ -56,6 +56,7 @@ from rlcore.rollout.stored import (
 )
 from rlcore.rollout.supply import RolloutRequest
 from rlcore.sample import Sample
+from rlcore.slime.compat import state as slime
 from rlcore.store.manifest import FileRef
 from rlcore.store.objects import Objects
 from rlcore.store.paths import buffer_prefix, dropped_prefix, part_key, scores_prefix
@@ -80,6 +81,7 @@ class RolloutPlan:
         options: of the store.
         model_folder: local folder of the starting model, for limits and tokenizer.
         num_gpus: of all engines, for the metrics.
+        slime: slime's `args`, where plugins written for it are to run.
     """
 
     run_id: str
@@ -94,6 +96,7 @@ class RolloutPlan:
     filter: FilterConfig
     eval: EvalConfig
     num_gpus: int = 1
+    slime: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -136,6 +139,7 @@ class RolloutActor:
         self._objects = Objects.open(plan.root, plan.options)
         self._epoch = -1
         self._pool: EnginePool | None = None
+        slime.activate(plan.slime)
         self._scorer = Scorer(plan.reward)
         self._scorer.start()
         # Tokenizer and data load while the engines start.

@@ -199,6 +199,24 @@ class TrackingConfig(Section):
     """Folder of their folders, one a run. Empty: `tensorboard` in the run's folder."""
 
 
+class CompatConfig(Section):
+    """Plugins written for other programs."""
+
+    slime: bool = False
+    """Plugins written for slime run as they are: its import names and its `args` are there."""
+    args: dict[str, Scalar] = {}
+    """More attributes of slime's `args`: settings of the plugins' own."""
+
+    @model_validator(mode="after")
+    def _args_have_a_use(self) -> "CompatConfig":
+        if self.args and not self.slime:
+            raise ValueError(
+                f"compat.args.{next(iter(self.args))} is set, but compat.slime = false: set "
+                "compat.slime = true, or remove it"
+            )
+        return self
+
+
 class RunConfig(Section):
     """Everything a run is made of. What people change most comes first."""
 
@@ -232,6 +250,8 @@ class RunConfig(Section):
     """What the run takes of a Ray cluster."""
     tracking: TrackingConfig = TrackingConfig()
     """Where metrics go beside the store and Prefect."""
+    compat: CompatConfig = CompatConfig()
+    """Plugins written for other programs."""
     sglang: dict[str, Scalar] = {}
     """Arguments of SGLang's server, by their own names."""
 

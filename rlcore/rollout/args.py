@@ -8,9 +8,14 @@ import difflib
 from collections.abc import Mapping
 from typing import Any
 
+from rlcore.slime.compat import state as slime
+
 
 class PluginArgs:
-    """Settings as read-only attributes. An unknown one is an error that names the nearest."""
+    """Settings as read-only attributes. An unknown one is an error that names the nearest.
+
+    With `compat.slime` those of slime's `args` are there too, behind the part's own.
+    """
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self.__dict__["_settings"] = dict(settings)
@@ -21,6 +26,8 @@ class PluginArgs:
             return settings[name]
         if name.startswith("__"):
             raise AttributeError(name)
+        if slime.current() is not None:
+            return slime.attribute(name)
         near = difflib.get_close_matches(name, settings, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(sorted(settings))}"
         raise AttributeError(f"args has no setting {name!r}; {hint}")

@@ -25,7 +25,8 @@ from rlcore.rollout.groups import split_groups
 from rlcore.rollout.limits import ROW_PARAMS_KEY
 from rlcore.rollout.pool import EnginePool
 from rlcore.rollout.together import all_of
-from rlcore.sample import Sample, Status
+from rlcore.sample import FINISHED, Sample, Status
+from rlcore.slime.compat import state as slime
 
 SETTING = "rollout.custom_generate_function_path"
 Params = dict[str, Any]
@@ -34,9 +35,6 @@ CustomGenerate = Callable[..., Awaitable[Any]]
 
 OPEN = frozenset({Status.PENDING, Status.ABORTED})
 """Statuses of samples that are still to be generated, or to be gone on with."""
-
-STATUS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
-"""Finish reason of an engine -> status of the sample."""
 
 
 class GenerateArgs(PluginArgs):
@@ -54,6 +52,7 @@ class GenerateArgs(PluginArgs):
     def __init__(self, config: RolloutConfig, tokenizer: Any, pool: EnginePool) -> None:
         own = {"tokenizer": tokenizer, "pool": pool, "limits": pool.limits}
         super().__init__(config.model_dump() | own)
+        slime.serve(pool, tokenizer)
 
     async def generate(self, input_ids: list[int], sampling_params: Params) -> GenerateResult:
         """One request to an engine; failures are retried as the settings say."""
@@ -262,6 +261,11 @@ class Generator:
             count = f"{len(made)} samples" if isinstance(made, list) else f"a {type(made).__name__}"
             raise PluginError(f"{what} returned {count} for a group of {len(part)}")
         for sample, place in zip(made, places, strict=True):
+            if isinstance(sample, list):
+                raise PluginError(
+                    f"{what} returned a list of {len(sample)} samples for one: there is no fan-out;"
+                    " return one sample, with loss_mask 0 on what is not trained on"
+                )
             if not isinstance(sample, Sample):
                 raise PluginError(f"{what} returned a {type(sample).__name__}, not a Sample")
             sample.group_index, sample.index, sample.prompt_id, sample.seed = place
@@ -298,7 +302,7 @@ def apply_result(sample: Sample, result: GenerateResult) -> None:
         "cached_tokens": result.cached_tokens,
         "total_prompt_tokens": len(sample.tokens) - len(result.tokens),
     }
-    sample.status = STATUS.get(result.finish_reason, sample.status)
+    sample.status = FINISHED.get(result.finish_reason, sample.status)
 
 
 def check_made(sample: Sample, what: str, vocab_size: int) -> None:

@@ -98,6 +98,11 @@ class EnginePool:
         return len(self._engines)
 
     @property
+    def urls(self) -> list[str]:
+        """Of the engines."""
+        return [engine.client.url for engine in self._engines]
+
+    @property
     def total_concurrency(self) -> int:
         """Samples in flight at all engines."""
         return self.concurrency * len(self._engines)

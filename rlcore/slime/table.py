@@ -345,7 +345,15 @@ ALGORITHM = (
     flag("use-tis", Setting("algorithm.use_tis")),
     Argument("tis-clip", "float", Setting("algorithm.tis_clip")),
     Argument("tis-clip-low", "float", Setting("algorithm.tis_clip_low")),
-    Argument("custom-tis-function-path", "str", Refused("change rlcore/algorithms/losses.py")),
+    Argument(
+        "custom-tis-function-path",
+        "str",
+        Joined(
+            "algorithm.tis_mode",
+            "slime's `icepop_function` is `mask`; one of your own is refused, since the formulas "
+            "are in rlcore/algorithms/off_policy.py",
+        ),
+    ),
     Argument(
         "custom-pg-loss-reducer-function-path",
         "str",
@@ -436,7 +444,11 @@ DEBUG = (
     ),
     Argument("ci-save-grad-norm", "str", Refused("it belongs to slime's own tests")),
     Argument("ci-load-grad-norm", "str", Refused("it belongs to slime's own tests")),
-    Argument("custom-config-path", "str", Refused("write its values into the configuration")),
+    Argument(
+        "custom-config-path",
+        "str",
+        Refused("write its values into the configuration; those of a plugin into [compat.args]"),
+    ),
     Argument("config", "str", Refused("write its values into the configuration")),
 )
 

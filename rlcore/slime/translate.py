@@ -8,6 +8,7 @@ from typing import Any
 
 from rlcore.config.load import put
 from rlcore.errors import ConfigError
+from rlcore.slime.convert import BUILT_IN_FILTERS
 from rlcore.slime.megatron import OPTIONS
 from rlcore.slime.rules import Argument, Held, Refused, Setting
 from rlcore.slime.table import BY_NAME
@@ -24,6 +25,17 @@ EVAL_SETTINGS = (
 )
 """Arguments that are settings of each evaluation set, of the same name."""
 BUILT_IN_ROLLOUT = "slime.rollout.sglang_rollout.generate_rollout"
+ICEPOP = "slime.backends.megatron_utils.loss.icepop_function"
+PLUGINS = (
+    "buffer-filter-path",
+    "custom-generate-function-path",
+    "custom-rm-path",
+    "dynamic-sampling-filter-path",
+    "rollout-all-samples-process-path",
+    "rollout-function-path",
+    "rollout-sample-filter-path",
+)
+"""Arguments that name functions, which are written for slime unless they are built in."""
 READ: dict[str, Callable[[str], Any]] = {
     "int": int,
     "float": float,
@@ -262,8 +274,21 @@ def _functions(given: dict[str, Any], done: Translation) -> None:
     elif "rm-type" in given:
         _set(done, "reward.rm_type", given["rm-type"])
 
+    built_in = {BUILT_IN_ROLLOUT, *BUILT_IN_FILTERS}
+    if any(given[name] not in built_in for name in PLUGINS if name in given):
+        _set(done, "compat.slime", True)
+
 
 def _algorithm(given: dict[str, Any], done: Translation) -> None:
+    weigh = given.get("custom-tis-function-path")
+    if weigh is not None and weigh != ICEPOP:
+        raise ConfigError(
+            f"--custom-tis-function-path {weigh}: only {ICEPOP} is known, which is "
+            "algorithm.tis_mode = 'mask'; for tokens, sequences and geometric means there is "
+            "algorithm.tis_level"
+        )
+    if weigh is not None:
+        _set(done, "algorithm.tis_mode", "mask")
     low = given.get("eps-clip", 0.2)
     _set(done, "algorithm.clip_low", low)
     _set(done, "algorithm.clip_high", given.get("eps-clip-high", low))

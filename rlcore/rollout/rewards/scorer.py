@@ -22,6 +22,7 @@ from rlcore.rollout.rewards.protocol import Progress, Score
 from rlcore.rollout.rewards.scoring import ScoringBatch
 from rlcore.rollout.rewards.worker import timeout_text
 from rlcore.sample import Sample
+from rlcore.slime.compat import state as slime
 
 GRACE_S = 0.25
 """How much longer than `timeout_s` the parent waits, so that an async function's own limit acts
@@ -63,7 +64,7 @@ class Scorer:
 
     def __init__(self, config: RewardConfig) -> None:
         self._config = config
-        self._settings = config.model_dump()
+        self._settings = config.model_dump() | {"slime": slime.current()}
         # Workers are started by this one thread, which outlives them; see WorkerProcess.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="scorer")
         self._workers: list[WorkerProcess] = []

@@ -25,6 +25,7 @@ from rlcore.rollout.args import PluginArgs
 from rlcore.rollout.rewards.dispatch import Dispatch
 from rlcore.rollout.rewards.protocol import NoRewardError, Progress, Score
 from rlcore.sample import Sample
+from rlcore.slime.compat import state as slime
 
 FLUSH_S = 0.005
 PR_SET_PDEATHSIG = 1
@@ -62,6 +63,7 @@ class _Call:
 
 class _Scorer:
     def __init__(self, settings: dict[str, Any], link: Connection, progress: Progress) -> None:
+        slime.activate(settings.pop("slime"))
         self._args = PluginArgs(settings)
         self._batched = settings["batched"]
         self._key = settings["reward_key"]

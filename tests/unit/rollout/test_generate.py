@@ -11,7 +11,6 @@ from rlcore.data import Prompt
 from rlcore.errors import DataError, EngineError, PluginError
 from rlcore.rollout.client import GenerateResult
 from rlcore.rollout.generate import (
-    STATUS,
     GenerateArgs,
     Generator,
     apply_result,
@@ -22,7 +21,7 @@ from rlcore.rollout.groups import split_groups
 from rlcore.rollout.limits import Limits
 from rlcore.rollout.pool import EnginePool
 from rlcore.rollout.supply import make_groups
-from rlcore.sample import Sample, Status
+from rlcore.sample import FINISHED, Sample, Status
 
 
 def prompts(n: int) -> list[Prompt]:
@@ -131,7 +130,7 @@ async def test_a_reply_of_another_policy_is_an_error(servers: list[Any], pool: E
     await generator(pool).run(make_groups(prompts(1), 2, 0, "x"), 2, None)
 
 
-@pytest.mark.parametrize(("reason", "status"), STATUS.items())
+@pytest.mark.parametrize(("reason", "status"), FINISHED.items())
 def test_the_status_comes_from_the_finish_reason(reason: str, status: Status) -> None:
     sample = Sample(tokens=[1])
     apply_result(sample, GenerateResult([2], [-1.0], reason, "t", "0"))
@@ -219,7 +218,7 @@ async def test_a_custom_function_makes_multi_turn_samples(pool: EnginePool, tmp_
         ("fails", "raised KeyError: 'tool' on sample 3 (prompt p1)"),
         ("pending", "with status pending"),
         ("empty", "as completed but without response tokens"),
-        ("listed", "returned a list, not a Sample"),
+        ("listed", "there is no fan-out"),
         ("foreign", "token ids outside the vocabulary of 128"),
         ("misspelt", "did you mean 'temperature'?"),
         ("not_async", "it must be an `async def not_async"),

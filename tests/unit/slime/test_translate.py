@@ -222,3 +222,12 @@ def test_the_printed_file_is_that_configuration(tmp_path: Path) -> None:
     expected = build_config(resolve_paths(done.tree, RunConfig, tmp_path))
     assert load_config(tmp_path / "run.toml") == expected
     assert "# --train-backend megatron: it does not exist yet" in text
+
+
+def test_functions_are_taken_as_slime_s() -> None:
+    icepop = "slime.backends.megatron_utils.loss.icepop_function"
+    config = config_of(f"{SHORTEST} --use-tis --custom-tis-function-path {icepop}")
+    assert config.compat.slime and config.algorithm.tis_mode == "mask"
+    typed = SHORTEST.replace("--custom-rm-path rm.py:f", "--rm-type math")
+    assert not config_of(typed).compat.slime
+    assert "tis_mode" in refusals(f"{SHORTEST} --use-tis --custom-tis-function-path my.mis")
