@@ -222,3 +222,8 @@ def test_the_printed_file_is_that_configuration(tmp_path: Path) -> None:
     expected = build_config(resolve_paths(done.tree, RunConfig, tmp_path))
     assert load_config(tmp_path / "run.toml") == expected
     assert "# --train-backend megatron: it does not exist yet" in text
+
+
+def test_rollouts_without_training_are_a_mode() -> None:
+    assert config_of(f"{SHORTEST} --debug-rollout-only").run.mode == "debug-rollout-only"
+    assert config_of(SHORTEST).run.mode == "sync"
