@@ -70,8 +70,7 @@ def log_run(root: str, run_id: str, *, as_json: bool) -> None:
                 reward = "-" if one["reward"] is None else f"{one['reward']:.4g}"
                 state = (one["train"] or "-")[:10]
                 out.print(
-                    f"  {one['iteration']:6d}  {state:10}  {one['created'][:19]}  "
-                    f"reward {reward}"
+                    f"  {one['iteration']:6d}  {state:10}  {one['created'][:19]}  reward {reward}"
                 )
 
 
