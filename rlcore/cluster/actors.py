@@ -70,8 +70,9 @@ class Actors:
             # The trainer's first rank builds the model, since it has torch loaded already.
             await (await trainer).prepare_model(origin, model)
         elif not in_place:
-            made = prepare_model, objects, origin, model, config.run.seed, plan.scratch
-            await asyncio.to_thread(*made)
+            await asyncio.to_thread(
+                prepare_model, objects, origin, model, config.run.seed, plan.scratch
+            )
         state = plan.start_state()
         self.worker = actor_class(RolloutActor).remote(rollout_plan(plan))
         loading = [load(trainer, state)] if trainer is not None else []
