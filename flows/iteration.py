@@ -1,8 +1,14 @@
-"""One RL iteration. This is the loop: each line is a task, each ref a committed artifact."""
+"""One iteration. This is the loop: each line is a task, each ref a committed artifact.
+
+Each mode (`run.mode`) is a composition of the same tasks: a function of this file.
+"""
+
+from collections.abc import Awaitable, Callable
 
 from prefect import flow
 
-from rlcore.run import IterationRef, current
+from rlcore.run import IterationRef, Run, current
+from rlcore.store.manifest import StageRef
 from tasks.checkpoint import checkpoint
 from tasks.evaluate import evaluate
 from tasks.filter import select
@@ -11,24 +17,30 @@ from tasks.rollout import rollout
 from tasks.train import train
 from tasks.weight_sync import weight_sync
 
+Stages = dict[str, StageRef]
+
 
 @flow(name="rl-iteration", flow_run_name="{run_id}-it{i:06d}", retries=0, persist_result=False)
 async def iteration(run_id: str, i: int) -> IterationRef:
-    """Roll out, score, filter, train, sync; evaluate and checkpoint when due; commit.
+    """Run the stages that the run's mode has; commit.
 
     Killed anywhere and called again, it goes on from the first stage that was not committed.
     """
     run = current(run_id)
     if (done := run.committed(i)) is not None:
         return done
+    return await run.commit(i, await MODES[run.config.run.mode](run, run_id, i))
 
+
+async def synchronous(run: Run, run_id: str, i: int) -> Stages:
+    """Roll out, score, filter, train, sync; evaluate and checkpoint when due."""
     batch = await rollout(run_id, i, policy=run.policy_before(i))
     scores = await reward(run_id, i, rollout=batch)
     chosen = await select(run_id, i, rollout=batch, reward=scores)
     state = await train(run_id, i, rollout=batch, reward=scores, filter=chosen)
     policy = await weight_sync(run_id, i, train=state)
 
-    stages = {
+    stages: Stages = {
         "rollout": batch,
         "reward": scores,
         "filter": chosen,
@@ -39,4 +51,18 @@ async def iteration(run_id: str, i: int) -> IterationRef:
         stages["evaluate"] = await evaluate(run_id, i, policy=policy)
     if run.checkpoint_due(i):
         stages["checkpoint"] = await checkpoint(run_id, i, train=state)
-    return await run.commit(i, stages)
+    return stages
+
+
+async def rollout_only(run: Run, run_id: str, i: int) -> Stages:
+    """Roll out by the starting model, score, filter; there is no trainer."""
+    batch = await rollout(run_id, i, policy=None)
+    scores = await reward(run_id, i, rollout=batch)
+    chosen = await select(run_id, i, rollout=batch, reward=scores)
+    return {"rollout": batch, "reward": scores, "filter": chosen}
+
+
+MODES: dict[str, Callable[[Run, str, int], Awaitable[Stages]]] = {
+    "sync": synchronous,
+    "debug-rollout-only": rollout_only,
+}

@@ -67,7 +67,8 @@ async def open_run(
         connected = ray_session.connect(config.cluster.ray_address)
         try:
             plan = FleetPlan(config, store, lease.epoch, scratch)
-            await make_base_state(plan, lease)
+            if config.trains:
+                await make_base_state(plan, lease)
             async with Fleet.start(plan) as fleet:
                 run = Run(config, store, lease, fleet)
                 set_current(run)

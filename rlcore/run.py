@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
+from rlcore.cluster.engines import START_VERSION
 from rlcore.cluster.fleet import Fleet, TrainInputs
 from rlcore.config import RunConfig, config_digest
 from rlcore.config.digest import STAGE_SECTIONS
@@ -116,8 +117,12 @@ class Run:
 
     def policy_before(self, i: int) -> StageRef | None:
         """The weight sync that made the policy of iteration i; None for the starting model."""
-        record = self.record(i - 1) if i else None
+        record = self.record(i - 1) if i and self.config.trains else None
         return StageRef.model_validate(record["stages"]["weight_sync"]) if record else None
+
+    def version_before(self, i: int) -> int:
+        """The policy version of iteration i: the iterations of training that made it."""
+        return i if self.config.trains else START_VERSION
 
     def cursor_before(self, i: int) -> dict[str, Any] | None:
         """Where the data stands before iteration i; None at the start.
@@ -213,10 +218,11 @@ class Run:
     async def refill(self, urls: Sequence[str]) -> None:
         """Give the weights that the other engines hold to engines that were started again.
 
-        Where the trainer has gone on since, the weight sync to come gives them newer ones.
+        Without a trainer they hold the starting model, as these do already. Where the trainer has
+        gone on since, the weight sync to come gives them newer ones.
         """
         version = self.fleet.engine_version
-        if version is None:
+        if version is None or not self.config.trains:
             return
 
         async def push() -> None:
@@ -233,8 +239,9 @@ class Run:
         ahead, self._ahead = self._ahead, None
         if ahead is not None and ahead[0] == i:
             return await ahead[1]
-        await self.ensure_engines(i)
-        return await self.fleet.generate(i, cursor=self.cursor_before(i))
+        version = self.version_before(i)
+        await self.ensure_engines(version)
+        return await self.fleet.generate(i, self.cursor_before(i), version)
 
     def begin_rollout(self, i: int) -> None:
         """Begin the rollout of iteration i while Prefect closes the one before and opens this one.
@@ -243,9 +250,10 @@ class Run:
         policy i, and the cursor is committed: the rollout is the one that would be made later.
         """
         asked = self.ahead and i < self.config.train.num_iterations
-        if asked and self.fleet.engine_version == i:
-            work = asyncio.ensure_future(self.fleet.generate(i, cursor=self.cursor_before(i)))
-            self._ahead = (i, work)
+        version = self.version_before(i)
+        if asked and self.fleet.engine_version == version:
+            work = self.fleet.generate(i, self.cursor_before(i), version)
+            self._ahead = (i, asyncio.ensure_future(work))
 
     async def close(self) -> None:
         """Give up a rollout that was begun ahead and that nobody came for."""
@@ -342,7 +350,7 @@ class Run:
             ("train", "state", self.state_due),
             ("checkpoint", "checkpoint", self.checkpoint_due),
         ):
-            if due(i):
+            if due(i) and self.config.trains:
                 prune(
                     self.store.objects,
                     self._newest_first(i, stage, folder, due),

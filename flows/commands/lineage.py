@@ -54,7 +54,7 @@ def log_run(root: str, run_id: str, *, as_json: bool) -> None:
                 "created": r["created"],
                 "reward": r["metrics"].get("rollout/raw_reward"),
                 "loss": r["metrics"].get("train/loss"),
-                "train": r["stages"]["train"]["sha256"],
+                "train": r["stages"].get("train", {}).get("sha256"),
             }
             for r in reversed(own)
         ]
@@ -68,9 +68,9 @@ def log_run(root: str, run_id: str, *, as_json: bool) -> None:
         for n, one in enumerate(entry["iterations"]):
             if n % step == 0 or n == len(entry["iterations"]) - 1:
                 reward = "-" if one["reward"] is None else f"{one['reward']:.4g}"
+                state = (one["train"] or "-")[:10]
                 out.print(
-                    f"  {one['iteration']:6d}  {one['train'][:10]}  {one['created'][:19]}  "
-                    f"reward {reward}"
+                    f"  {one['iteration']:6d}  {state:10}  {one['created'][:19]}  reward {reward}"
                 )
 
 

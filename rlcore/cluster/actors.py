@@ -11,7 +11,7 @@ from rlcore.cluster.rollout_actor import RolloutActor
 from rlcore.cluster.trainer_actor import TrainerSpec
 from rlcore.cluster.trainer_group import TrainerGroup
 from rlcore.errors import ClusterError
-from rlcore.starting_model import check_in_place, is_in_place
+from rlcore.starting_model import check_in_place, is_in_place, prepare_model
 from rlcore.store.credentials import all_options
 
 CONTROL_DEADLINE_S = 300.0
@@ -52,7 +52,7 @@ class Actors:
         """Bring up all actors.
 
         Returns:
-            The id of the state that the trainer holds.
+            The id of the state that the trainer holds, or would hold if the run had one.
         """
         plan, config = self._plan, self._plan.config
         check_gpus(plan)
@@ -63,15 +63,20 @@ class Actors:
             check_in_place(objects, origin, model)
         # Ray starts processes in the order in which actors are asked for, and the trainer is the
         # last to be ready.
-        trainer = asyncio.create_task(self._new_trainer())
+        trainer = asyncio.create_task(self._new_trainer()) if config.trains else None
         await asyncio.sleep(0)
         self._engines = Engines(engine_spec(plan), config.num_engines, engine_gpus(config))
-        if not in_place:
+        if not in_place and trainer is not None:
             # The trainer's first rank builds the model, since it has torch loaded already.
             await (await trainer).prepare_model(origin, model)
+        elif not in_place:
+            await asyncio.to_thread(
+                prepare_model, objects, origin, model, config.run.seed, plan.scratch
+            )
         state = plan.start_state()
         self.worker = actor_class(RolloutActor).remote(rollout_plan(plan))
-        await gather(self._engines.start(), load(trainer, state), self._worker_ready())
+        loading = [load(trainer, state)] if trainer is not None else []
+        await gather(self._engines.start(), *loading, self._worker_ready())
         await self._set_engines()
         return state
 
@@ -126,7 +131,7 @@ def check_gpus(plan: FleetPlan) -> None:
     import ray
 
     config = plan.config
-    needed = config.world_size * trainer_gpus(config) if plan.cuda else 0.0
+    needed = config.world_size * trainer_gpus(config) if plan.cuda and config.trains else 0.0
     needed += config.num_engines * engine_gpus(config)
     there = ray.cluster_resources().get("GPU", 0.0)
     if needed > there:

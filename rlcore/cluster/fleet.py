@@ -129,15 +129,16 @@ class Fleet:
     # --- rollout, reward, filter, evaluate
     # ----------------------------------------------------------
 
-    async def generate(self, i: int, cursor: dict[str, Any] | None) -> Work:
-        """Responses to the prompts of the buffer and after `cursor`, by policy version i."""
-        work = await self._by_worker("rollout", i, cursor, i)
+    async def generate(self, i: int, cursor: dict[str, Any] | None, version: int) -> Work:
+        """Responses to the prompts of the buffer and after `cursor`, by a policy version."""
+        work = await self._by_worker("rollout", i, cursor, version)
         tokens = work.metrics["perf/tokens_per_gpu_per_sec"] * self._config.cluster.rollout_num_gpus
-        return work.with_metrics({"perf/tokens_per_s": tokens}, policy_version=i)
+        return work.with_metrics({"perf/tokens_per_s": tokens}, policy_version=version)
 
     def read_ahead(self, rollout: tuple[FileRef, ...]) -> None:
-        """Have the trainer read a rollout while others work on it."""
-        self._actors.trainer.read_ahead(rollout)
+        """Have the trainer, if there is one, read a rollout while others work on it."""
+        if self._config.trains:
+            self._actors.trainer.read_ahead(rollout)
 
     async def score(
         self, i: int, rollout: tuple[FileRef, ...], early: tuple[FileRef, ...] | None = None

@@ -15,6 +15,9 @@ from rlcore.config.tree import RunConfig, Section
 
 NOT_COMPUTED = frozenset({"storage", "cluster", "tracking"})
 
+USUAL_MODE = ("run", "mode", "sync")
+"""Left out, so that runs which are older than modes keep their digests."""
+
 STAGE_SECTIONS: dict[str, tuple[str, ...]] = {
     "rollout": ("run", "model", "data", "rollout", "sglang"),
     "reward": ("reward",),
@@ -44,7 +47,11 @@ def tree_digest(tree: Mapping[str, Any], *sections: str) -> str:
     constant = tree.get("train", {}).get("lr_schedule", "constant") == "constant"
     placeless = _placeless(tree)
     computed = {
-        name: {k: v for k, v in placeless[name].items() if not _is_operational(name, k, constant)}
+        name: {
+            k: v
+            for k, v in placeless[name].items()
+            if not (_is_operational(name, k, constant) or (name, k, v) == USUAL_MODE)
+        }
         for name in names
     }
     text = json.dumps(computed, sort_keys=True, separators=(",", ":"))

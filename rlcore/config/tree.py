@@ -44,6 +44,8 @@ class RunSection(Section):
 
     id: Annotated[str, Field(pattern=r"^([a-z0-9][a-z0-9._-]{0,79})?$")] = ""
     """Name of the run: lower-case letters, digits, '.', '_', '-'. Empty: one is made up."""
+    mode: Literal["sync", "debug-rollout-only"] = "sync"
+    """`debug-rollout-only`: no trainer, the starting model's rollouts are scored and filtered."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """Seeds shuffling, sampling and initialisation."""
     max_attempts: PositiveInt = 3
@@ -343,6 +345,11 @@ class RunConfig(Section):
                 f"cluster.rollout_num_gpus_per_engine = {self.cluster.rollout_num_gpus_per_engine}"
             )
         return self
+
+    @property
+    def trains(self) -> bool:
+        """Whether the run has a trainer."""
+        return self.run.mode != "debug-rollout-only"
 
     @property
     def num_engines(self) -> int:

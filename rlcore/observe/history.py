@@ -121,7 +121,7 @@ def status_of(objects: Objects, run_id: str, committed: int, total: int) -> tupl
 
 
 def _state_digest(store: RunStore, found: list[dict[str, Any]]) -> str | None:
-    for record in reversed(found):
+    for record in reversed([one for one in found if "train" in one["stages"]]):
         manifest: Manifest = store.manifest(StageRef.model_validate(record["stages"]["train"]))
         state = manifest.extra.get("state")
         if state:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from rlcore.config import RunConfig, build_config, config_digest, with_sets
+from rlcore.config.digest import tree_digest
 from rlcore.config.tree import Section
 
 CONFIG = build_config(
@@ -26,6 +27,7 @@ def digest(sets: Sequence[str] = (), *sections: str) -> str:
     "option",
     [
         "run.seed=1",
+        "run.mode='debug-rollout-only'",
         "model.path=/other",
         "data.shuffle=false",
         "rollout.temperature=0.9",
@@ -75,6 +77,13 @@ def test_a_digest_is_a_sha256_that_does_not_depend_on_the_order_of_keys() -> Non
     backwards = {k: dict(reversed(v.items())) for k, v in reversed(tree.items())}
     assert config_digest(build_config(backwards)) == digest()
     assert len(digest()) == 64 and int(digest(), 16)
+
+
+def test_a_run_that_is_older_than_modes_keeps_its_digest() -> None:
+    tree = CONFIG.model_dump(mode="json")
+    del tree["run"]["mode"]
+    assert tree_digest(tree) == digest()
+    assert tree_digest(tree, "run") == digest((), "run")
 
 
 def test_operational_names_are_fields() -> None:

@@ -231,3 +231,8 @@ def test_functions_are_taken_as_slime_s() -> None:
     typed = SHORTEST.replace("--custom-rm-path rm.py:f", "--rm-type math")
     assert not config_of(typed).compat.slime
     assert "tis_mode" in refusals(f"{SHORTEST} --use-tis --custom-tis-function-path my.mis")
+
+
+def test_rollouts_without_training_are_a_mode() -> None:
+    assert config_of(f"{SHORTEST} --debug-rollout-only").run.mode == "debug-rollout-only"
+    assert config_of(SHORTEST).run.mode == "sync"

@@ -1,0 +1,59 @@
+"""Modes: compositions of the stages other than the usual one."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from real_runs import Sluice, kill_tree, short, wait_for
+from run_processes import is_actor, pids
+
+from rlcore.rollout.stored import read_rollout
+from rlcore.store.manifest import StageRef
+from rlcore.store.objects import Objects
+from rlcore.store.run_store import RunStore
+
+ROLLOUT_ONLY = ("--set", "run.mode=debug-rollout-only")
+STAGES = {"rollout", "reward", "filter"}
+
+
+def stored(sluice: Sluice, run_id: str, i: int) -> tuple[list[str], list[dict[str, Any]]]:
+    """The stages of a committed iteration, and its samples but for what differs by the clock."""
+    store = RunStore(Objects.open(str(sluice.root)), run_id)
+    record = store.committed(i)
+    assert record is not None
+    rollout = store.manifest(StageRef.model_validate(record["stages"]["rollout"]))
+    assert rollout.policy_version == 0
+    samples = [sample.to_dict() for sample in read_rollout(store.objects, rollout.files)]
+    for sample in samples:
+        sample.pop("non_generation_time")
+    return sorted(record["stages"]), samples
+
+
+def test_rollouts_are_made_without_a_trainer(sluice: Sluice, tmp_path: Path) -> None:
+    path = str(short(tmp_path, 3))
+    process = sluice.start("train", path, "--run-id", "only", *ROLLOUT_ONLY)
+    wait_for(sluice.committed("only", 0).exists)
+    assert pids(process, is_actor("RolloutActor"))
+    assert not pids(process, is_actor("TrainerActor"))
+    said = process.communicate(timeout=120)
+    assert process.returncode == 0, said
+
+    made = [stored(sluice, "only", i) for i in range(3)]
+    assert [set(stages) for stages, _ in made] == [STAGES] * 3
+    prompts = [{sample["prompt_id"] for sample in samples} for _, samples in made]
+    assert prompts[0] != prompts[1], "the data went on"
+    assert all(version == ["0"] for _, s in made for version in (x["weight_versions"] for x in s))
+    assert sluice.json("verify", "only")["ok"]
+    assert sluice.json("show", "only")["committed"] == 3
+
+
+@pytest.mark.slow
+def test_a_killed_rollout_only_run_goes_on_and_is_whole(sluice: Sluice, tmp_path: Path) -> None:
+    path = str(short(tmp_path, 4))
+    process = sluice.start("train", path, "--run-id", "hurt", *ROLLOUT_ONLY)
+    wait_for(sluice.committed("hurt", 1).exists)
+    kill_tree(process.pid)
+    process.communicate()
+    sluice("resume", "hurt")
+    assert sluice.json("verify", "hurt")["ok"]
+    assert sluice.json("show", "hurt")["committed"] == 4
