@@ -15,8 +15,16 @@ from rlcore.config.tree import RunConfig, Section
 
 NOT_COMPUTED = frozenset({"storage", "cluster", "tracking"})
 
-USUAL_MODE = ("run", "mode", "sync")
-"""Left out, so that runs which are older than modes keep their digests."""
+NEWER: dict[tuple[str, str], Any] = {
+    ("run", "mode"): "sync",
+    ("compat", "slime"): False,
+    ("compat", "args"): {},
+}
+"""Settings at values that are left out, so that runs of older releases keep their digests."""
+NEWER_SECTIONS = frozenset({"compat"})
+"""Sections that are left out where nothing of theirs is left."""
+
+UNSET = object()
 
 STAGE_SECTIONS: dict[str, tuple[str, ...]] = {
     "rollout": ("run", "model", "data", "rollout", "sglang"),
@@ -50,10 +58,11 @@ def tree_digest(tree: Mapping[str, Any], *sections: str) -> str:
         name: {
             k: v
             for k, v in placeless[name].items()
-            if not (_is_operational(name, k, constant) or (name, k, v) == USUAL_MODE)
+            if not (_is_operational(name, k, constant) or NEWER.get((name, k), UNSET) == v)
         }
         for name in names
     }
+    computed = {k: v for k, v in computed.items() if v or k not in NEWER_SECTIONS}
     text = json.dumps(computed, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 

@@ -14,6 +14,11 @@ SCHEDULES = {"constant": "constant", "linear": "linear", "cosine": "cosine"}
 MINUTE_S = 60.0
 
 
+def rollout_only(value: bool) -> str:
+    """The mode of a run that is to have no trainer."""
+    return "debug-rollout-only" if value else "sync"
+
+
 def negated(value: bool) -> bool:
     """Of an argument that switches off."""
     return not value

@@ -423,7 +423,7 @@ DEBUG = (
     Argument("load-debug-rollout-data-subsample", "float", Refused(RERUN)),
     Argument("save-debug-train-data", "str", Held(IN_STORE)),
     Argument("dump-details", "str", Held(IN_STORE)),
-    flag("debug-rollout-only", Setting("run.mode", lambda _: "debug-rollout-only")),
+    flag("debug-rollout-only", Setting("run.mode", convert.rollout_only)),
     flag("debug-train-only", Refused(RERUN)),
     Argument("memory-snapshot-dir", "str", Refused("attach a profiler to the trainer's process")),
     Argument(

@@ -18,6 +18,7 @@ Tree = Mapping[str, Any]
 BACK: dict[Callable[[Any], Any], Callable[[Any], Any]] = {
     same: same,
     convert.negated: convert.negated,
+    convert.rollout_only: lambda mode: mode == "debug-rollout-only",
     convert.minutes: lambda seconds: seconds / convert.MINUTE_S,
     convert.positive_or_none: lambda value: -1 if value is None else value,
     convert.dynamic_filter: lambda name: next(
