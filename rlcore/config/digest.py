@@ -15,16 +15,14 @@ from rlcore.config.tree import RunConfig, Section
 
 NOT_COMPUTED = frozenset({"storage", "cluster", "tracking"})
 
-NEWER: dict[tuple[str, str], Any] = {
-    ("run", "mode"): "sync",
-    ("compat", "slime"): False,
-    ("compat", "args"): {},
-}
+NEWER: tuple[tuple[str, str, Any], ...] = (
+    ("run", "mode", "sync"),
+    ("compat", "slime", False),
+    ("compat", "args", {}),
+)
 """Settings at values that are left out, so that runs of older releases keep their digests."""
 NEWER_SECTIONS = frozenset({"compat"})
 """Sections that are left out where nothing of theirs is left."""
-
-UNSET = object()
 
 STAGE_SECTIONS: dict[str, tuple[str, ...]] = {
     "rollout": ("run", "model", "data", "rollout", "sglang"),
@@ -58,7 +56,7 @@ def tree_digest(tree: Mapping[str, Any], *sections: str) -> str:
         name: {
             k: v
             for k, v in placeless[name].items()
-            if not (_is_operational(name, k, constant) or NEWER.get((name, k), UNSET) == v)
+            if not (_is_operational(name, k, constant) or (name, k, v) in NEWER)
         }
         for name in names
     }
