@@ -129,8 +129,10 @@ class _Scorer:
                 async with turns, asyncio.timeout(self._timeout_s):
                     answer = await call.function(self._args, self._given(call))
                 scores = self._scores(answer, len(call.samples))
-            except TimeoutError:
-                scores = [Score(error=timeout_text(self._timeout_s))] * len(call.samples)
+            except TimeoutError as error:
+                met = [str(error.__cause__)] if str(error.__cause__ or "") else []
+                said = "; ".join([timeout_text(self._timeout_s), *met])
+                scores = [Score(error=said)] * len(call.samples)
             except Exception as error:
                 scores = [Score(error=_text(error))] * len(call.samples)
             self._link.send(("scores", [(call.number, scores)]))

@@ -46,27 +46,31 @@ async def post(
 
     Raises:
         NoRewardError: no request had an answer that is JSON.
+        asyncio.CancelledError: it was cancelled; the message is what the last request met.
     """
     client, content = _client(), json.dumps(body, default=str).encode()
     head = {"content-type": "application/json"} | (headers or {})
-    began, tries = time.monotonic(), 0
-    for attempt in range(retries + 1):
-        tries += 1
-        wait = min(FIRST_PAUSE_S * 2**attempt, LONGEST_PAUSE_S) * random.uniform(0.5, 1.5)
-        try:
-            answer = await client.post(url, content=content, headers=head, timeout=timeout_s)
-        except httpx.HTTPError as error:
-            failure = f"{url} gave no answer: {type(error).__name__}: {error}".rstrip(": ")
-        else:
-            if answer.is_success:
-                return _json(url, answer)
-            failure = f"{url} answered {answer.status_code}: {answer.text[:SHOWN]}"
-            if answer.status_code not in AGAIN:
-                raise NoRewardError(failure)
-            wait = _asked_wait(answer.headers.get("retry-after"), wait)
-        if attempt == retries or time.monotonic() - began + wait > within_s:
-            break
-        await asyncio.sleep(wait)
+    began, tries, failure = time.monotonic(), 0, ""
+    try:
+        for attempt in range(retries + 1):
+            tries += 1
+            wait = min(FIRST_PAUSE_S * 2**attempt, LONGEST_PAUSE_S) * random.uniform(0.5, 1.5)
+            try:
+                answer = await client.post(url, content=content, headers=head, timeout=timeout_s)
+            except httpx.HTTPError as error:
+                failure = f"{url} gave no answer: {type(error).__name__}: {error}".rstrip(": ")
+            else:
+                if answer.is_success:
+                    return _json(url, answer)
+                failure = f"{url} answered {answer.status_code}: {answer.text[:SHOWN]}"
+                if answer.status_code not in AGAIN:
+                    raise NoRewardError(failure)
+                wait = _asked_wait(answer.headers.get("retry-after"), wait)
+            if attempt == retries or time.monotonic() - began + wait > within_s:
+                break
+            await asyncio.sleep(wait)
+    except asyncio.CancelledError:
+        raise asyncio.CancelledError(*([failure] if failure else [])) from None
     raise NoRewardError(f"{failure} ({tries} tries)" if tries > 1 else failure)
 
 
