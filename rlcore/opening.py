@@ -13,7 +13,7 @@ from rlcore.cluster.fleet import Fleet
 from rlcore.cluster.plan import FleetPlan
 from rlcore.config import RunConfig, build_config, config_digest
 from rlcore.config.digest import NOT_COMPUTED
-from rlcore.errors import ConfigError, Conflict, StoreError
+from rlcore.errors import ConfigError, Conflict, Corrupt, StoreError
 from rlcore.fork_state import make_base_state
 from rlcore.observe.history import iterations_asked
 from rlcore.run import Run, find_open, forget, set_current
@@ -24,7 +24,7 @@ from rlcore.store.credentials import all_options
 from rlcore.store.lease import Lease
 from rlcore.store.manifest import SCHEMA_VERSION, canonical_json, utc_now
 from rlcore.store.objects import Objects
-from rlcore.store.paths import driver_key, outcome_key
+from rlcore.store.paths import STAGES, driver_key, outcome_key
 from rlcore.store.run_store import RunStore
 
 log = logging.getLogger("sluice")
@@ -69,7 +69,8 @@ async def open_run(
             plan = FleetPlan(config, store, lease.epoch, scratch)
             if config.trains:
                 await make_base_state(plan, lease)
-            async with Fleet.start(plan) as fleet:
+            i, first_stage = goes_on_with(store)
+            async with Fleet.start(plan, first_stage, fresh=i == 0) as fleet:
                 run = Run(config, store, lease, fleet)
                 set_current(run)
                 fleet.watch(run.refill)
@@ -120,6 +121,19 @@ def open_store(config: RunConfig) -> RunStore:
     """The store of a run's artifacts."""
     objects = Objects.open(config.storage.root, all_options(config.storage))
     return RunStore(objects, config.run.id)
+
+
+def goes_on_with(store: RunStore) -> tuple[int, str]:
+    """The first iteration that is not committed, and the first of its stages that is not.
+
+    What is there may turn out to be of no use: then a stage before it is done again.
+    """
+    last = store.last_committed()
+    i = 0 if last is None else last + 1
+    try:
+        return i, next((name for name in STAGES if store.stage(i, name) is None), STAGES[-1])
+    except Corrupt:
+        return i, STAGES[0]
 
 
 def is_complete(config: RunConfig) -> bool:

@@ -152,6 +152,7 @@ class Run:
         async with self._training:
             for left in reversed(range(TRAINER_STARTS)):
                 try:
+                    await self.fleet.trainer_up()
                     await self._ensure_trainer(i)
                     return await work()
                 except ClusterError as error:

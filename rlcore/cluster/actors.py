@@ -1,12 +1,12 @@
 """The actors of a run: how they come up, come back, and end."""
 
 import asyncio
-from collections.abc import Awaitable
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, Literal
 
 from rlcore.cluster.engines import Engines
 from rlcore.cluster.plan import FleetPlan, engine_gpus, engine_spec, rollout_plan, trainer_gpus
-from rlcore.cluster.ray_session import NAMESPACE, actor_class, call, gather
+from rlcore.cluster.ray_session import NAMESPACE, actor_class, call, first_of
 from rlcore.cluster.rollout_actor import RolloutActor
 from rlcore.cluster.trainer_actor import TrainerSpec
 from rlcore.cluster.trainer_group import TrainerGroup
@@ -15,6 +15,11 @@ from rlcore.starting_model import check_in_place, is_in_place, prepare_model
 from rlcore.store.credentials import all_options
 
 CONTROL_DEADLINE_S = 300.0
+
+Kind = Literal["trainer", "engines", "worker"]
+Kinds = tuple[Kind, ...]
+KINDS: Kinds = ("trainer", "engines", "worker")
+"""The trainer first: it is the last to be ready."""
 
 
 class Actors:
@@ -28,6 +33,9 @@ class Actors:
         self._trainers = 0
         self._engines: Engines | None = None
         self._group: TrainerGroup | None = None
+        self._fresh = True
+        self._model_there = asyncio.Event()
+        self._coming: dict[Kind, asyncio.Future[None]] = {}
 
     @property
     def engines(self) -> Engines:
@@ -48,78 +56,143 @@ class Actors:
             raise ClusterError("the trainer has not been started")
         return self._group
 
-    async def start(self) -> str:
-        """Bring up all actors.
+    @property
+    def trainer_is_lost(self) -> bool:
+        """Whether a rank has died, and the others were ended with it."""
+        return self._group is not None and self._group.broken
+
+    async def start(self, first: Kinds, *, fresh: bool) -> str:
+        """Begin to bring up all actors, and wait for those of the `first` stage.
+
+        The others begin when those are up: what the first stage waits for shares the cores with
+        nothing that it does not.
+
+        Args:
+            first: the kinds that the first stage works with.
+            fresh: whether the trainer is to load the starting model; else it holds nothing yet.
 
         Returns:
-            The id of the state that the trainer holds, or would hold if the run had one.
+            The id of the starting model's state.
         """
         plan, config = self._plan, self._plan.config
         check_gpus(plan)
-        objects, origin, model = plan.store.objects, plan.store.origin, config.model
-        in_place = is_in_place(objects, origin, model)
-        if in_place:
+        self._fresh = fresh
+        if is_in_place(plan.store.objects, plan.store.origin, config.model):
             # Before anything is started that a damaged model would leave behind.
-            check_in_place(objects, origin, model)
-        # Ray starts processes in the order in which actors are asked for, and the trainer is the
-        # last to be ready.
-        trainer = asyncio.create_task(self._new_trainer()) if config.trains else None
-        await asyncio.sleep(0)
-        self._engines = Engines(engine_spec(plan), config.num_engines, engine_gpus(config))
-        if not in_place and trainer is not None:
-            # The trainer's first rank builds the model, since it has torch loaded already.
-            await (await trainer).prepare_model(origin, model)
-        elif not in_place:
-            await asyncio.to_thread(
-                prepare_model, objects, origin, model, config.run.seed, plan.scratch
-            )
+            check_in_place(plan.store.objects, plan.store.origin, config.model)
+            self._model_there.set()
+        else:
+            first = KINDS
+        kinds = [kind for kind in KINDS if kind != "trainer" or config.trains]
+        self._begin(kind for kind in kinds if kind in first)
+        await self._wait_for_model()
         state = plan.start_state()
-        self.worker = actor_class(RolloutActor).remote(rollout_plan(plan))
-        loading = [load(trainer, state)] if trainer is not None else []
-        await gather(self._engines.start(), *loading, self._worker_ready())
-        await self._set_engines()
+        await self.up(*(kind for kind in kinds if kind in first))
+        self._begin(kind for kind in kinds if kind not in first)
         return state
+
+    async def up(self, *kinds: Kind) -> None:
+        """Wait until actors are up.
+
+        Raises:
+            EngineError, ClusterError: one of them did not come up.
+        """
+        coming = [self._coming[kind] for kind in kinds if kind in self._coming]
+        if coming:
+            done, _ = await asyncio.wait(coming, return_when=asyncio.FIRST_EXCEPTION)
+            for one in done:
+                one.result()
+
+    def is_up(self, kind: Kind) -> bool:
+        """Whether actors have come up: later they may have died."""
+        coming = self._coming.get(kind)
+        return coming is None or (coming.done() and coming.exception() is None)
 
     async def restart_trainer(self) -> None:
         """New ranks in place of those that are gone."""
         self.trainer.kill()
         self.trainer_restarts += 1
-        await self._new_trainer()
+        self._coming.pop("trainer", None)
+        self._group = await self._new_trainer()
 
     async def restart_worker(self) -> None:
         """A new rollout worker in place of the one that is gone."""
-        self.worker = actor_class(RolloutActor).remote(rollout_plan(self._plan))
-        await self._worker_ready()
-        await self._set_engines()
+        await self._bring_worker()
+        if self.is_up("engines"):
+            await self._set_engines()
 
-    def end(self) -> None:
+    async def end(self) -> None:
         """End all actors, and the servers of the engines."""
         import ray
 
+        for coming in self._coming.values():
+            coming.cancel()
         if self._group is not None:
             self._group.kill()
         if self.worker is not None:
             ray.kill(self.worker)
         if self._engines is not None:
             self._engines.end()
+        await asyncio.gather(*self._coming.values(), return_exceptions=True)
+
+    # --- coming up --------------------------------------------------------------------------------
+
+    def _begin(self, kinds: Iterable[Kind]) -> None:
+        """Ray starts processes in the order in which actors are asked for."""
+        for kind in kinds:
+            bring = {
+                "trainer": self._bring_trainer,
+                "engines": self._bring_engines,
+                "worker": self._bring_worker,
+            }[kind]
+            self._coming[kind] = asyncio.ensure_future(bring())
+
+    async def _bring_trainer(self) -> None:
+        plan = self._plan
+        self._group = await self._new_trainer()
+        if not self._model_there.is_set():
+            # The first rank builds the model, since it has torch loaded already.
+            await self._group.prepare_model(plan.store.origin, plan.config.model)
+            self._model_there.set()
+        if self._fresh:
+            await self._group.load(plan.start_state())
+
+    async def _bring_engines(self) -> None:
+        config = self._plan.config
+        self._engines = Engines(engine_spec(self._plan), config.num_engines, engine_gpus(config))
+        await self._model_there.wait()
+        await self._engines.start()
+        await self.up("worker")
+        await self._set_engines()
+
+    async def _bring_worker(self) -> None:
+        await self._model_there.wait()
+        self.worker = actor_class(RolloutActor).remote(rollout_plan(self._plan))
+        ping = self.worker.ping.remote()
+        await call(ping, deadline_s=CONTROL_DEADLINE_S, what="the rollout worker")
+
+    async def _wait_for_model(self) -> None:
+        """Have the starting model in its folder: built or fetched by whoever is there for it."""
+        plan, config = self._plan, self._plan.config
+        if self._model_there.is_set():
+            return
+        if config.trains:
+            there = asyncio.ensure_future(self._model_there.wait())
+            await first_of(there, self._coming["trainer"])
+        else:
+            objects, origin = plan.store.objects, plan.store.origin
+            await asyncio.to_thread(
+                prepare_model, objects, origin, config.model, config.run.seed, plan.scratch
+            )
+            self._model_there.set()
 
     async def _new_trainer(self) -> TrainerGroup:
         self._trainers += 1
-        self._group = await start_trainer(self._plan, self._trainers)
-        return self._group
-
-    async def _worker_ready(self) -> None:
-        ping = self.worker.ping.remote()
-        await call(ping, deadline_s=CONTROL_DEADLINE_S, what="the rollout worker")
+        return await start_trainer(self._plan, self._trainers)
 
     async def _set_engines(self) -> None:
         setting = self.worker.set_engines.remote(self.urls)
         await call(setting, deadline_s=CONTROL_DEADLINE_S, what="the rollout worker")
-
-
-async def load(starting: Awaitable[TrainerGroup], state: str) -> None:
-    """Have the trainer that is coming up load the starting model."""
-    await (await starting).load(state)
 
 
 def check_gpus(plan: FleetPlan) -> None:

@@ -95,7 +95,8 @@ class Engines:
         """End all servers and actors."""
         import ray
 
-        stops = [actor.stop.remote() for actor in self._actors]
+        # Actors that still wait for their servers would not hear it.
+        stops = [actor.stop.remote() for actor in self._actors] if self.urls else []
         if stops:
             ray.wait(stops, num_returns=len(stops), timeout=STOP_PATIENCE_S)
         for actor in self._actors:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlcore.cluster.actor_logs import Relay
-from rlcore.cluster.actors import Actors
+from rlcore.cluster.actors import KINDS, Actors, Kinds
 from rlcore.cluster.engines import START_VERSION, Refill
 from rlcore.cluster.plan import FleetPlan
 from rlcore.cluster.ray_session import call, first_of
@@ -31,6 +31,14 @@ log = logging.getLogger("sluice.cluster")
 ROLLOUT_DEADLINE_S = 24 * 3600.0
 WORKER_STARTS = 3
 """How often the rollout worker is started for one call."""
+
+ACTORS_OF: dict[str, Kinds] = {
+    "reward": ("worker",),
+    "filter": ("worker",),
+    "train": ("trainer",),
+    "checkpoint": ("trainer",),
+}
+"""What a stage works with; all actors where it is not here."""
 
 
 @dataclass(frozen=True)
@@ -58,15 +66,26 @@ class Fleet:
 
     @classmethod
     @asynccontextmanager
-    async def start(cls, plan: FleetPlan) -> AsyncIterator["Fleet"]:
-        """Start all actors side by side; end them when the block ends.
+    async def start(
+        cls, plan: FleetPlan, first_stage: str, *, fresh: bool = True
+    ) -> AsyncIterator["Fleet"]:
+        """Start the actors and wait for those of the first stage; end all when the block ends.
+
+        Whoever needs another waits for it where it is used.
+
+        Args:
+            plan: of the fleet.
+            first_stage: the stage to go on with.
+            fresh: whether nothing is trained yet, so that the trainer loads the starting model.
 
         Raises:
             EngineError, ClusterError: one of them did not come up, or there are too few GPUs.
         """
         actors = Actors(plan)
         try:
-            fleet = cls(plan, actors, await actors.start())
+            needed = ACTORS_OF.get(first_stage, KINDS)
+            fleet = cls(plan, actors, await actors.start(needed, fresh=fresh))
+            fleet.trainer_state = fleet.start_state if fresh else None
             try:
                 yield fleet
             finally:
@@ -75,7 +94,7 @@ class Fleet:
                     await asyncio.gather(fleet._watching, return_exceptions=True)
                 await fleet._relay.drain()
         finally:
-            actors.end()
+            await actors.end()
 
     # --- failures ---------------------------------------------------------------------------------
 
@@ -87,10 +106,15 @@ class Fleet:
         """
         if self._watching is not None:
             self._watching.cancel()
-        self._watching = asyncio.ensure_future(self._actors.engines.watch(refill))
+        self._watching = asyncio.ensure_future(self._watch(refill))
+
+    async def _watch(self, refill: Refill) -> None:
+        await self._actors.up("engines")
+        await self._actors.engines.watch(refill)
 
     async def mend_engines(self) -> None:
         """Start the engines again that are down."""
+        await self._actors.up("engines")
         await self._actors.engines.mend()
 
     @property
@@ -101,7 +125,11 @@ class Fleet:
     @property
     def trainer_is_lost(self) -> bool:
         """Whether a rank of the trainer has died, and the others were ended with it."""
-        return self._actors.trainer.broken
+        return self._actors.trainer_is_lost
+
+    async def trainer_up(self) -> None:
+        """Wait until the trainer's ranks are up."""
+        await self._actors.up("trainer")
 
     async def restart_trainer(self) -> None:
         """Start the trainer's ranks again. They hold nothing yet."""
@@ -110,7 +138,8 @@ class Fleet:
 
     def tell_worker_lines(self) -> None:
         """Have the rollout worker's log lines told where the caller's go."""
-        self._relay.fetch(self._actors.worker, "rollout worker")
+        if self._actors.worker is not None:
+            self._relay.fetch(self._actors.worker, "rollout worker")
 
     def progressed(self) -> dict[str, float]:
         """An iteration was committed.
@@ -137,7 +166,7 @@ class Fleet:
 
     def read_ahead(self, rollout: tuple[FileRef, ...]) -> None:
         """Have the trainer, if there is one, read a rollout while others work on it."""
-        if self._config.trains:
+        if self._config.trains and self._actors.is_up("trainer"):
             self._actors.trainer.read_ahead(rollout)
 
     async def score(
@@ -164,6 +193,7 @@ class Fleet:
 
     async def _by_worker(self, stage: str, i: int, *args: Any) -> Work:
         attempt = new_attempt()
+        await self._actors.up(*ACTORS_OF.get(stage, ("worker", "engines")))
         for left in reversed(range(WORKER_STARTS)):
             method = getattr(self._actors.worker, stage)
             calling = call(
@@ -240,6 +270,7 @@ class Fleet:
 
     async def sync(self, version: int) -> Work:
         """Push the trainer's weights to every engine as policy `version`."""
+        await self._actors.up("engines")
         async with self._actors.engines.lock:
             self.engine_version = None
             report = await self._actors.trainer.sync(self._sync_spec(version, self._actors.urls))
