@@ -69,8 +69,7 @@ async def open_run(
             plan = FleetPlan(config, store, lease.epoch, scratch)
             if config.trains:
                 await make_base_state(plan, lease)
-            i, first_stage = goes_on_with(store)
-            async with Fleet.start(plan, first_stage, fresh=i == 0) as fleet:
+            async with Fleet.start(plan, goes_on_with(store)) as fleet:
                 run = Run(config, store, lease, fleet)
                 set_current(run)
                 fleet.watch(run.refill)
@@ -123,17 +122,17 @@ def open_store(config: RunConfig) -> RunStore:
     return RunStore(objects, config.run.id)
 
 
-def goes_on_with(store: RunStore) -> tuple[int, str]:
-    """The first iteration that is not committed, and the first of its stages that is not.
+def goes_on_with(store: RunStore) -> str:
+    """The first stage that is not committed.
 
     What is there may turn out to be of no use: then a stage before it is done again.
     """
     last = store.last_committed()
     i = 0 if last is None else last + 1
     try:
-        return i, next((name for name in STAGES if store.stage(i, name) is None), STAGES[-1])
+        return next((name for name in STAGES if store.stage(i, name) is None), STAGES[-1])
     except Corrupt:
-        return i, STAGES[0]
+        return STAGES[0]
 
 
 def is_complete(config: RunConfig) -> bool:

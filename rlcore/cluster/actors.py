@@ -33,7 +33,6 @@ class Actors:
         self._trainers = 0
         self._engines: Engines | None = None
         self._group: TrainerGroup | None = None
-        self._fresh = True
         self._model_there = asyncio.Event()
         self._coming: dict[Kind, asyncio.Future[None]] = {}
 
@@ -61,7 +60,7 @@ class Actors:
         """Whether a rank has died, and the others were ended with it."""
         return self._group is not None and self._group.broken
 
-    async def start(self, first: Kinds, *, fresh: bool) -> str:
+    async def start(self, first: Kinds) -> str:
         """Begin to bring up all actors, and wait for those of the `first` stage.
 
         The others begin when those are up: what the first stage waits for shares the cores with
@@ -69,14 +68,12 @@ class Actors:
 
         Args:
             first: the kinds that the first stage works with.
-            fresh: whether the trainer is to load the starting model; else it holds nothing yet.
 
         Returns:
             The id of the starting model's state.
         """
         plan, config = self._plan, self._plan.config
         check_gpus(plan)
-        self._fresh = fresh
         if is_in_place(plan.store.objects, plan.store.origin, config.model):
             # Before anything is started that a damaged model would leave behind.
             check_in_place(plan.store.objects, plan.store.origin, config.model)
@@ -154,8 +151,7 @@ class Actors:
             # The first rank builds the model, since it has torch loaded already.
             await self._group.prepare_model(plan.store.origin, plan.config.model)
             self._model_there.set()
-        if self._fresh:
-            await self._group.load(plan.start_state())
+        await self._group.load(plan.start_state())
 
     async def _bring_engines(self) -> None:
         config = self._plan.config

@@ -66,9 +66,7 @@ class Fleet:
 
     @classmethod
     @asynccontextmanager
-    async def start(
-        cls, plan: FleetPlan, first_stage: str, *, fresh: bool = True
-    ) -> AsyncIterator["Fleet"]:
+    async def start(cls, plan: FleetPlan, first_stage: str) -> AsyncIterator["Fleet"]:
         """Start the actors and wait for those of the first stage; end all when the block ends.
 
         Whoever needs another waits for it where it is used.
@@ -76,7 +74,6 @@ class Fleet:
         Args:
             plan: of the fleet.
             first_stage: the stage to go on with.
-            fresh: whether nothing is trained yet, so that the trainer loads the starting model.
 
         Raises:
             EngineError, ClusterError: one of them did not come up, or there are too few GPUs.
@@ -84,8 +81,7 @@ class Fleet:
         actors = Actors(plan)
         try:
             needed = ACTORS_OF.get(first_stage, KINDS)
-            fleet = cls(plan, actors, await actors.start(needed, fresh=fresh))
-            fleet.trainer_state = fleet.start_state if fresh else None
+            fleet = cls(plan, actors, await actors.start(needed))
             try:
                 yield fleet
             finally:
