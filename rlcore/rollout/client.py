@@ -12,7 +12,7 @@ import asyncio
 import base64
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
@@ -54,6 +54,8 @@ class GenerateResult:
         text: decoded tokens.
         weight_version: of the policy that generated.
         cached_tokens: prompt tokens found in the engine's cache.
+        speculation: tokens drafted and accepted, by the names of `Sample.spec_info`; empty where
+            the engine does not speculate.
         detail: the whole finish reason as the engine gave it.
     """
 
@@ -63,6 +65,7 @@ class GenerateResult:
     text: str = ""
     weight_version: str = ""
     cached_tokens: int = 0
+    speculation: dict[str, int] = field(default_factory=dict)
     detail: dict[str, Any] = field(default_factory=dict)
 
 
@@ -169,6 +172,7 @@ class EngineClient:
                 text=reply.get("text", ""),
                 weight_version=str(meta.get("weight_version", "")),
                 cached_tokens=int(meta.get("cached_tokens") or 0),
+                speculation=speculation(meta),
                 detail=reason,
             )
         except (KeyError, TypeError, IndexError) as error:
@@ -331,3 +335,17 @@ def _said(reply: Any) -> str:
         inner = reply.get("error", reply.get("message", reply.get("detail", reply)))
         return _said(inner) if isinstance(inner, dict) and inner is not reply else str(inner)[:500]
     return str(reply)[:500]
+
+
+def speculation(meta: Mapping[str, Any]) -> dict[str, int]:
+    """What an answer's `meta_info` says of speculative decoding; empty where it says nothing."""
+    found = {
+        own: int(meta[theirs])
+        for own, theirs in (
+            ("accept_token_num", "spec_accept_token_num"),
+            ("draft_token_num", "spec_draft_token_num"),
+            ("verify_ct", "spec_verify_ct"),
+        )
+        if meta.get(theirs) is not None
+    }
+    return found and found | {"completion_token_num": int(meta.get("completion_tokens") or 0)}

@@ -298,11 +298,18 @@ def apply_result(sample: Sample, result: GenerateResult) -> None:
         sample.rollout_log_probs = result.log_probs
         sample.response = result.text
     sample.weight_versions = [*sample.weight_versions, result.weight_version]
-    sample.prefix_cache_info = {
+    call = {
         "cached_tokens": result.cached_tokens,
         "total_prompt_tokens": len(sample.tokens) - len(result.tokens),
     }
+    sample.prefix_cache_info = added(sample.prefix_cache_info, call)
+    sample.spec_info = added(sample.spec_info, result.speculation)
     sample.status = FINISHED.get(result.finish_reason, sample.status)
+
+
+def added(counts: dict[str, Any], more: dict[str, int]) -> dict[str, Any]:
+    """Counts of the calls before, and of one more."""
+    return counts | {name: counts.get(name, 0) + count for name, count in more.items()}
 
 
 def check_made(sample: Sample, what: str, vocab_size: int) -> None:

@@ -406,7 +406,7 @@ LOGGERS = (
     ),
     flag("disable-wandb-random-suffix", Refused("wandb is not there yet")),
     flag("wandb-always-use-train-step", Refused("wandb is not there yet")),
-    flag("log-multi-turn", Held(IN_STORE)),
+    flag("log-multi-turn", Held("multi_turn/* is among the metrics where there are turns")),
     flag("log-passrate", Held("pass@k is among the metrics of rollout and evaluation")),
     Argument("log-reward-category", "str", Held(IN_STORE)),
     flag("log-correct-samples", Held(IN_STORE)),

@@ -9,7 +9,12 @@ import pytest
 from fastapi import Request, Response
 
 from rlcore.errors import EngineError
-from rlcore.rollout.client import EngineClient, EngineUnavailable, GenerateRequest
+from rlcore.rollout.client import (
+    EngineClient,
+    EngineUnavailable,
+    GenerateRequest,
+    speculation,
+)
 from rlcore.rollout.limits import Limits
 
 PARAMS = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_new_tokens": 4}
@@ -168,3 +173,14 @@ async def test_prompt_log_probs_are_those_of_all_tokens_but_the_first(
     assert await client.prompt_log_probs([[5, 6, 7]]) == [[-0.5, -0.25]]
     with pytest.raises(EngineError, match="not the 2 asked for"):
         await client.prompt_log_probs([[5, 6]])
+
+
+def test_what_an_answer_says_of_speculation() -> None:
+    meta = {"spec_accept_token_num": 5, "spec_draft_token_num": 8, "spec_verify_ct": 3}
+    assert speculation(meta | {"completion_tokens": 9}) == {
+        "accept_token_num": 5,
+        "draft_token_num": 8,
+        "verify_ct": 3,
+        "completion_token_num": 9,
+    }
+    assert speculation({"completion_tokens": 9, "spec_verify_ct": None}) == {}

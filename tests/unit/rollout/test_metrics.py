@@ -45,6 +45,46 @@ def test_reward_figures_leave_out_what_has_no_reward() -> None:
     assert reward_metrics([[None, None]]) == {"reward/unscored": 2.0}
 
 
+def test_pass_rates_go_up_to_the_smallest_group() -> None:
+    found = reward_metrics([[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 0.5, None]])
+    assert found["passrate/pass@1"] == (1 / 4 + 2 / 4) / 2
+    assert found["passrate/pass@2"] == pytest.approx((1 - 3 / 6 + 1 - 1 / 6) / 2)
+    assert found["passrate/pass@4"] == 1.0
+    assert "passrate/pass@8" not in found
+    odd = reward_metrics([[1.0, 0.0, 0.0], [0.0, 0.0, 0.0, 1.0]])
+    assert [name for name in odd if "pass@" in name] == ["passrate/pass@1", "passrate/pass@2"]
+
+
+def test_figures_of_turns_and_speculation_are_there_where_there_were_any() -> None:
+    plain = rollout_metrics([sample(3), sample(5)], 1.0, num_gpus=1)
+    assert not [name for name in plain if "multi_turn" in name or "spec_" in name]
+    assert "perf/non_generation_time/mean" not in plain
+    batch = [sample(3), sample(6)]
+    batch[1].loss_mask = [1, 1, 0, 0, 0, 1]
+    batch[0].weight_versions, batch[1].weight_versions = ["0"], ["0", "0"]
+    batch[1].non_generation_time = 0.5
+    batch[0].spec_info = {"accept_token_num": 3, "draft_token_num": 4, "verify_ct": 2}
+    batch[1].spec_info = {"draft_token_num": 2, "verify_ct": 1, "completion_token_num": 6}
+    found = rollout_metrics(batch, 2.0, num_gpus=1)
+    assert found["multi_turn/raw_response_length/max"] == 6
+    assert found["multi_turn/wo_obs_response_length/mean"] == 3
+    assert found["multi_turn/round_number/mean"] == 1.5
+    assert found["perf/non_generation_time/max"] == 0.5
+    assert found["perf/effective_tokens_per_gpu_per_sec"] == 3
+    assert found["rollout/spec_accept_rate"] == 0.5
+    assert found["rollout/spec_accept_length"] == 2.0
+    assert found["rollout/avg_cached_tokens_per_sample"] == 1
+    assert found["rollout/total_lengths"] == (5 + 8) / 2
+
+
+def test_a_long_response_that_repeats_itself_is_counted() -> None:
+    batch = [sample(1) for _ in range(4)]
+    batch[0].response = "again " * 2000
+    batch[1].response = "again " * 100
+    batch[2].response = "".join(str(n * n) for n in range(3000))
+    assert rollout_metrics(batch, 1.0, num_gpus=1)["rollout/repetition_frac"] == 0.25
+
+
 def test_pass_at_k_is_the_share_of_draws_with_a_right_answer() -> None:
     for n in range(1, 7):
         for correct in range(n + 1):
