@@ -2,6 +2,7 @@
 
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -73,3 +74,25 @@ def test_an_engine_that_never_stays_up_ends_the_run_and_says_so(tmp_path: Path) 
     shown = sluice.json("show", "down")
     assert shown["status"] == "failed"
     assert sluice.json("verify", "down")["ok"]
+
+
+@pytest.mark.slow
+def test_an_engine_that_does_not_come_up_beside_the_first_stage_loses_nothing(
+    tmp_path: Path,
+) -> None:
+    """The first stage needs no engine: the run opens, fails as soon as the engine has, goes on."""
+    sluice, path = Sluice(tmp_path / "root", tmp_path), str(short(tmp_path, 2))
+    sluice("train", path, "--run-id", "hurt")
+    whole = sluice.json("show", "hurt")["state_sha256"]
+    last = sluice.committed("hurt", 1).parent
+    for name in ("_COMMITTED.json", "train/_MANIFEST.json", "weight_sync/_MANIFEST.json"):
+        (last / name).unlink()
+
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\nif 'rlcore.engine.embedded' in sys.orig_argv:\n    sys.exit('no engine today')\n"
+    )
+    broken = replace(sluice, env={"PYTHONPATH": str(tmp_path)})
+    assert "no engine today" in broken("resume", "hurt", code=1)
+    assert sluice.json("verify", "hurt")["ok"]
+    assert "2 iterations committed" in sluice("resume", "hurt")
+    assert sluice.json("show", "hurt")["state_sha256"] == whole
