@@ -89,7 +89,10 @@ def test_an_engine_that_does_not_come_up_beside_the_first_stage_loses_nothing(
         (last / name).unlink()
 
     (tmp_path / "sitecustomize.py").write_text(
-        "import sys\nif 'rlcore.engine.embedded' in sys.orig_argv:\n    sys.exit('no engine today')\n"
+        "import os, sys\n"
+        "if 'rlcore.engine.embedded' in sys.orig_argv:\n"
+        "    print('no engine today', file=sys.stderr, flush=True)\n"
+        "    os._exit(3)\n"
     )
     broken = replace(sluice, env={"PYTHONPATH": str(tmp_path)})
     assert "no engine today" in broken("resume", "hurt", code=1)
