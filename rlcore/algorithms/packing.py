@@ -36,7 +36,7 @@ from torch import Tensor
 from rlcore.algorithms.aggregate import Normalization, Totals, token_weight
 from rlcore.errors import DataError
 
-LogProbs = Literal["old_log_probs", "rollout_log_probs", "ref_log_probs"]
+LogProbs = Literal["old_log_probs", "rollout_log_probs", "ref_log_probs", "teacher_log_probs"]
 Ints = Sequence[int] | npt.NDArray[np.integer]
 Floats = Sequence[float] | npt.NDArray[np.floating]
 
@@ -59,6 +59,8 @@ class TrainSequence:
     """[R] as the engine reported them."""
     ref_log_probs: Floats | None = None
     """[R] of the reference policy."""
+    teacher_log_probs: Floats | None = None
+    """[R] as the teacher's server reported them."""
     trainable: bool = True
     """False masks the whole response: a sample without a reward, or one that was removed."""
 
@@ -93,6 +95,8 @@ class TokenTensors:
     rollout_log_probs: Tensor | None
     """float32; None unless asked for."""
     ref_log_probs: Tensor | None
+    """float32; None unless asked for."""
+    teacher_log_probs: Tensor | None
     """float32; None unless asked for."""
 
     def to(self, device: torch.device | str) -> Self:

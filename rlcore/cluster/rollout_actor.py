@@ -55,6 +55,7 @@ from rlcore.rollout.stored import (
     write_rows,
 )
 from rlcore.rollout.supply import RolloutRequest
+from rlcore.rollout.teacher import ask_teacher
 from rlcore.sample import Sample
 from rlcore.slime.compat import state as slime
 from rlcore.store.manifest import FileRef
@@ -216,11 +217,15 @@ class RolloutActor:
                 plan.rollout,
                 generator,
                 plan.num_gpus,
-                ready=writer.add,
+                # A sample is stored with what the teacher says of it.
+                ready=writer.add if plan.rollout.teacher_url is None else None,
                 dynamic=self._dynamic(),
                 hooks=self._hooks,
             )
             log.info("iteration %d: %s", iteration, shown(made.metrics))
+            asked = time.perf_counter()
+            if plan.rollout.teacher_url is not None:
+                await ask_teacher(made.samples, plan.rollout)
             rolled = time.perf_counter()
             writer.add(made.samples[writer.count :])
             files = await asyncio.to_thread(writer.finish)
@@ -236,7 +241,8 @@ class RolloutActor:
             compute_seconds=made.generation_s,
             timings={
                 "generate": made.generation_s,
-                "prepare": rolled - began - made.generation_s,
+                "prepare": asked - began - made.generation_s,
+                "teacher": rolled - asked,
                 "write": time.perf_counter() - rolled,
             },
             cursor=made.cursor,

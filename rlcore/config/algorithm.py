@@ -40,7 +40,8 @@ class AlgorithmConfig(Section):
     use_opd: bool = False
     """On-policy distillation: take the distance to a teacher off the advantages."""
     opd_teacher_load: FilePath = ""
-    """Hugging Face folder of the teacher, whose token ids are the model's."""
+    """Hugging Face folder of the teacher, whose token ids are the model's, for the trainer to hold;
+    else `rollout.teacher_url`."""
     opd_kl_coef: Annotated[float, Field(gt=0)] = 1.0
     """Weight of the distance to the teacher."""
     clip_low: Annotated[float, Field(ge=0, le=1)] = 0.2
@@ -122,11 +123,6 @@ class AlgorithmConfig(Section):
             raise ValueError(
                 f"algorithm.kl_coef = {self.kl_coef} and algorithm.use_kl_loss = true punish the "
                 "same divergence twice; use one of them"
-            )
-        if self.use_opd != bool(self.opd_teacher_load):
-            raise ValueError(
-                "algorithm.use_opd = true and algorithm.opd_teacher_load, the folder of the "
-                "teacher, belong together: give both or neither"
             )
         if self.use_unbiased_kl and not self.use_kl_loss:
             raise ValueError(

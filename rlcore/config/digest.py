@@ -17,6 +17,7 @@ NOT_COMPUTED = frozenset({"storage", "cluster", "tracking"})
 
 NEWER: tuple[tuple[str, str, Any], ...] = (
     ("run", "mode", "sync"),
+    ("rollout", "teacher_url", None),
     ("compat", "slime", False),
     ("compat", "args", {}),
 )

@@ -6,12 +6,9 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, Field, model_validator
 
 from rlcore.config.secrets import check_no_login
-from rlcore.config.section import FunctionPath, PositiveInt, Section
+from rlcore.config.section import FunctionPath, PositiveInt, Section, Url
 from rlcore.errors import PluginError
 from rlcore.rollout.rewards.builtin import BOXED, BUILTINS, split_name
-
-Url = Annotated[str, Field(json_schema_extra={"sluice_path": "url"})]
-"""Address of a server. As of a path, its last name alone is part of a digest: a server may move."""
 
 
 class JudgeConfig(Section):

@@ -7,7 +7,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from rlcore.config.section import FunctionPath, PositiveInt, Section
+from rlcore.config.secrets import check_no_login
+from rlcore.config.section import FunctionPath, PositiveInt, Section, Url
 
 
 class RolloutConfig(Section):
@@ -50,6 +51,8 @@ class RolloutConfig(Section):
     """Longest prompt plus response of the engine; default: the model's."""
     custom_generate_function_path: FunctionPath | None = None
     """A function `async generate(args, sample, sampling_params)` in place of one request."""
+    teacher_url: Annotated[Url, Field(pattern=r"^https?://")] | None = None
+    """SGLang server of the teacher of on-policy distillation, which scores each response."""
     group_generate: bool = False
     """That function takes the samples of a group, and a list of parameters, one a sample."""
     custom_rollout_function_path: FunctionPath | None = None
@@ -108,6 +111,11 @@ class RolloutConfig(Section):
                 "rollout.mask_offpolicy_in_partial_rollout = true needs rollout.partial_rollout "
                 "= true: without it no sample has tokens of an older policy"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _teacher_has_no_login(self) -> "RolloutConfig":
+        check_no_login("rollout.teacher_url", self.teacher_url or "")
         return self
 
     @model_validator(mode="after")

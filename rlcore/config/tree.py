@@ -307,6 +307,22 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _there_is_one_teacher(self) -> "RunConfig":
+        folder, url = self.algorithm.opd_teacher_load, self.rollout.teacher_url
+        if bool(folder) + bool(url) != self.algorithm.use_opd:
+            raise ValueError(
+                "algorithm.use_opd = true and one teacher belong together: give "
+                "algorithm.opd_teacher_load, a folder for the trainer to hold, or "
+                "rollout.teacher_url, a server; or none of the three"
+            )
+        if url is not None and self.rollout.temperature != 1.0:
+            raise ValueError(
+                f"rollout.temperature = {self.rollout.temperature}, but the server of "
+                "rollout.teacher_url scores at 1; set 1, or use algorithm.opd_teacher_load"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _policies_agree(self) -> "RunConfig":
         algorithm, steps = self.algorithm, self.train.num_steps_per_rollout
         if algorithm.true_on_policy_mode and (steps > 1 or self.rollout.partial_rollout):

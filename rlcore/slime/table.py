@@ -365,7 +365,13 @@ ALGORITHM = (
     flag("use-opsm", Setting("algorithm.use_opsm")),
     Argument("opsm-delta", "float", Setting("algorithm.opsm_delta")),
     flag("use-opd", Setting("algorithm.use_opd")),
-    Argument("opd-type", "str", Held("the trainer holds the teacher", ("megatron",))),
+    Argument(
+        "opd-type",
+        "str",
+        Held(
+            "the trainer holds the teacher; one on a server is `rollout.teacher_url`", ("megatron",)
+        ),
+    ),
     Argument("opd-kl-coef", "float", Setting("algorithm.opd_kl_coef")),
     Argument("opd-teacher-load", "str", Setting("algorithm.opd_teacher_load")),
     Argument(

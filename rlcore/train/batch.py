@@ -28,7 +28,7 @@ import pyarrow as pa
 
 from rlcore.algorithms.advantages import AdvantageInputs, AdvantageOutputs, sample_advantages
 from rlcore.algorithms.aggregate import Totals
-from rlcore.algorithms.packing import TrainSequence
+from rlcore.algorithms.packing import LogProbs, TrainSequence
 from rlcore.algorithms.plan import Step, plan
 from rlcore.config.tree import AlgorithmConfig, TrainConfig
 from rlcore.errors import DataError
@@ -46,7 +46,11 @@ SAMPLE_COLUMNS = (
     "tokens",
     "loss_mask",
     "rollout_log_probs",
+    "teacher_log_probs",
 )
+
+LOG_PROBS: tuple[LogProbs, ...] = ("rollout_log_probs", "teacher_log_probs")
+"""Columns of log-probs that a rollout may have."""
 
 
 def read_rollout(objects: Objects, rollout: Sequence[FileRef]) -> pa.Table:
@@ -152,14 +156,11 @@ def _share(
             num_steps=min(train.num_steps_per_rollout, len(rows)),
         )
         steps_of_all = whole.steps
-    with_log_probs = bool(samples.rollout_log_probs.present[rows].all())
+    given = tuple(name for name in LOG_PROBS if samples.log_probs[name].present[rows].all())
     steps = tuple(
         TrainStep(
             micro_batches=tuple(
-                tuple(
-                    samples.sequence(rows[i], advantages[rows[i]], with_log_probs)
-                    for i in micro.samples
-                )
+                tuple(samples.sequence(rows[i], advantages[rows[i]], given) for i in micro.samples)
                 for micro in step.ranks[rank]
             ),
             totals=Totals.of(samples.trainable_tokens[[rows[i] for i in step.samples]].tolist()),
@@ -172,7 +173,8 @@ def _share(
         steps=steps,
         samples=len(rows),
         tokens=sum(lengths),
-        rollout_log_probs=with_log_probs,
+        rollout_log_probs="rollout_log_probs" in given,
+        teacher_log_probs="teacher_log_probs" in given,
         metrics=metrics,
     )
 
@@ -209,18 +211,18 @@ class _Samples:
         self.response_lengths = table["response_length"].to_numpy().astype(np.int64)
         self.tokens = _Lists(table["tokens"])
         self.masks = _Lists(table["loss_mask"])
-        self.rollout_log_probs = _Lists(table["rollout_log_probs"])
+        self.log_probs = {name: _Lists(table[name]) for name in LOG_PROBS}
         self.lengths = self.tokens.lengths
         ones = np.concatenate([[0], np.cumsum(self.masks.values != 0)])
         masked = ones[self.masks.offsets[1:]] - ones[self.masks.offsets[:-1]]
         self.trainable_tokens = np.where(self.masks.present, masked, self.response_lengths)
 
-    def sequence(self, row: int, advantage: float, with_log_probs: bool) -> TrainSequence:
-        """A row as the trainer takes it."""
+    def sequence(self, row: int, advantage: float, given: Sequence[LogProbs]) -> TrainSequence:
+        """A row as the trainer takes it, with the log-probs that all rows are given."""
         return TrainSequence(
             tokens=self.tokens.row(row),  # type: ignore[arg-type]
             response_length=int(self.response_lengths[row]),
             loss_mask=self.masks.row(row),  # type: ignore[arg-type]
             advantages=advantage,
-            rollout_log_probs=self.rollout_log_probs.row(row) if with_log_probs else None,  # type: ignore[arg-type]
+            **{name: self.log_probs[name].row(row) for name in given},  # type: ignore[arg-type]
         )

@@ -65,6 +65,8 @@ class TrainBatch:
     """Their tokens, prompts included."""
     rollout_log_probs: bool
     """Whether every sample of the batch has the engine's log-probs."""
+    teacher_log_probs: bool = False
+    """Whether every sample of the batch has a teacher's."""
     metrics: dict[str, float] = field(default_factory=dict)
     """What is known of the batch before training, such as samples left out; goes into the
     report.

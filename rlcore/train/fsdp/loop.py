@@ -154,6 +154,8 @@ class BatchLoop:
         several = len(batch.steps) > 1 or self._critic_only
         ahead = several or settings.algorithm.needs_old_ahead
         self._old_ahead = ahead and not self._old_from_rollout
+        self._follows = settings.algorithm.use_opd and models.teacher is None
+        """Whether a teacher on a server has scored the samples."""
         self._check_rollout_log_probs()
 
     def run(self) -> Scalars:
@@ -212,9 +214,9 @@ class BatchLoop:
     def _prepare(self, step: TrainStep) -> list[MicroBatch]:
         """The step's micro-batches on the device."""
         how = self._settings.algorithm.loss_aggregation
-        given: tuple[LogProbs, ...] = (
-            ("rollout_log_probs",) if self._batch.rollout_log_probs else ()
-        )
+        given: list[LogProbs] = ["rollout_log_probs"] if self._batch.rollout_log_probs else []
+        if self._follows:
+            given.append("teacher_log_probs")
         micros = []
         for sequences in step.micro_batches:
             # What a constant makes of the mean is for the whole step to say.
@@ -244,6 +246,8 @@ class BatchLoop:
                 ):
                     if model is not None:
                         setattr(micro, name, model.score(micro.packed, micro.rows, temperature)[0])
+                if self._follows:
+                    micro.teacher = micro.pick("teacher_log_probs")
             if parts:
                 gaps.append(_over_ranks(merge_metrics(parts)))
         return _over_steps(gaps)
@@ -328,6 +332,11 @@ class BatchLoop:
     # --- checks -----------------------------------------------------------------------------------
 
     def _check_rollout_log_probs(self) -> None:
+        if self._follows and not self._batch.teacher_log_probs:
+            raise TrainError(
+                f"iteration {self._batch.iteration}: algorithm.use_opd = true, but some samples of "
+                "the batch have no log-probs of the teacher; set rollout.teacher_url"
+            )
         if self._batch.rollout_log_probs:
             return
         if name := self._settings.algorithm.needs_rollout_log_probs:

@@ -75,7 +75,7 @@ class FsdpTrainer:
         self._policy = self._build(model_folder, checkpointing=self._train.gradient_checkpointing)
         if self._algorithm.needs_reference and self._reference is None:
             self._reference = self._build(model_folder).requires_grad_(False)
-        if self._algorithm.use_opd and self._teacher is None:
+        if self._algorithm.opd_teacher_load and self._teacher is None:
             self._teacher = self._build_teacher(
                 self._policy, Path(self._algorithm.opd_teacher_load)
             )
@@ -203,7 +203,7 @@ class FsdpTrainer:
             optimizer,
             critic=self._critic if algorithm.has_critic else None,
             reference=self._reference,
-            teacher=self._teacher if algorithm.use_opd else None,
+            teacher=self._teacher if algorithm.opd_teacher_load else None,
         )
         return BatchLoop(models, settings, batch)
 

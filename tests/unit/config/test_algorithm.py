@@ -44,7 +44,7 @@ TWO_STEPS = {"train": {"num_steps_per_rollout": 2, "global_batch_size": 128}}
             {"advantage_estimator": "reinforce_plus_plus", "kl_coef": 0.1, "use_kl_loss": True},
             ("algorithm.kl_coef = 0.1", "algorithm.use_kl_loss", "twice"),
         ),
-        ({"use_opd": True}, ("algorithm.use_opd", "algorithm.opd_teacher_load")),
+        ({"use_opd": True}, ("algorithm.use_opd", "opd_teacher_load", "rollout.teacher_url")),
         ({"opd_teacher_load": "/t"}, ("algorithm.use_opd", "algorithm.opd_teacher_load")),
         ({"use_unbiased_kl": True}, ("algorithm.use_unbiased_kl", "algorithm.use_kl_loss")),
         ({"loss_aggregation": "constant"}, ("algorithm.loss_divisor", "both or neither")),

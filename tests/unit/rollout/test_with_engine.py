@@ -22,6 +22,8 @@ from rlcore.errors import EngineError
 from rlcore.rollout.client import EngineClient, GenerateRequest
 from rlcore.rollout.limits import Limits
 from rlcore.rollout.pool import EnginePool
+from rlcore.rollout.teacher import ask_teacher
+from rlcore.sample import Sample
 from rlcore.store.batch import read_parts, table_to_samples
 from rlcore.store.objects import Objects
 
@@ -132,6 +134,28 @@ async def test_the_stages_of_two_iterations(
     assert 0 < chosen.extra["kept"] < 64
     assert cursor == {"epoch": 0, "offset": 8, "next_epoch": 1, "next_offset": 6, "size": 10}
     assert 0 <= greedy.metrics["eval/greedy/pass@1"] <= 1
+
+
+async def test_a_teacher_on_an_engine_scores_each_response(engines: list[EngineProcess]) -> None:
+    config = RolloutConfig(teacher_url=engines[1].url, request_retries=0)
+    async with EngineClient(engines[0].url, Limits(14, 32)) as client:
+        results = await client.generate(requests(40))
+    samples = [
+        Sample(index=k, tokens=[3 + k % 10, 13, *r.tokens], response_length=len(r.tokens))
+        for k, r in enumerate(results)
+    ]
+    samples.append(Sample(tokens=[3, 13]))
+    await ask_teacher(samples, config)
+    for sample, result in zip(samples, results, strict=False):
+        # Both engines hold the same model.
+        assert sample.teacher_log_probs == pytest.approx(result.log_probs, abs=1e-4)
+    assert samples[-1].teacher_log_probs == []
+    with pytest.raises(EngineError, match=r"teacher_url = .*: the teacher does not answer"):
+        gone = config.model_copy(update={"teacher_url": "http://127.0.0.1:9"})
+        await ask_teacher(samples, gone)
+    samples[0].tokens[0] = 99_999
+    with pytest.raises(EngineError, match=r"the teacher cannot score sample 0"):
+        await ask_teacher(samples, config)
 
 
 async def test_a_lost_engine_costs_no_sample(engines: list[EngineProcess]) -> None:

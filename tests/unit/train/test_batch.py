@@ -128,3 +128,16 @@ def test_log_probs_of_the_engine_are_all_or_none(tmp_path: Path) -> None:
     assert all(s.rollout_log_probs is None for s in some.steps[0].micro_batches[0])
     dropped = Stored(tmp_path / "dropped", samples, keep=[True] * 3 + [False] * 3 + [True] * 6)
     assert dropped.load().rollout_log_probs, "a sample that is not trained needs none"
+
+
+def test_what_a_teacher_says_comes_along_where_all_samples_have_it(tmp_path: Path) -> None:
+    samples = [replace(s, teacher_log_probs=[-2.0] * s.response_length) for s in make_samples()]
+    told = Stored(tmp_path / "all", samples).load()
+    assert told.teacher_log_probs
+    for sequence in told.steps[0].micro_batches[0]:
+        expected = np.full(sequence.response_length, -2.0, np.float32)
+        assert np.array_equal(sequence.teacher_log_probs, expected)  # type: ignore[arg-type]
+    samples[4] = replace(samples[4], teacher_log_probs=None)
+    some = Stored(tmp_path / "some", samples).load()
+    assert not some.teacher_log_probs
+    assert some.steps[0].micro_batches[0][0].teacher_log_probs is None

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rlcore.config.tree import AlgorithmConfig
-from rlcore.errors import ConfigError
+from rlcore.errors import ConfigError, TrainError
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +53,23 @@ def test_the_distance_to_the_teacher_is_taken_off_the_advantages(
     ]
     assert metrics["opd_reverse_kl"] == pytest.approx(sum(trained) / len(trained), abs=1e-6)
     assert sum(abs(x) for x in trained) > 0.1
+
+
+def test_a_teacher_on_a_server_counts_as_one_that_the_trainer_holds(
+    toy: Any, make_trainer: Any, teacher_folder: Path
+) -> None:
+    sequences = toy.random_sequences(9)
+    said = of_response(make_trainer(teacher_folder), sequences)
+    told = [replace(s, teacher_log_probs=row) for s, row in zip(sequences, said, strict=True)]
+    held = make_trainer(algorithm=following(teacher_folder, opd_kl_coef=0.7))
+    server = make_trainer(algorithm=AlgorithmConfig(use_opd=True, opd_kl_coef=0.7))
+    expected = held.train("start", "a", toy.shares(sequences, 1)[0]).metrics
+    batch = toy.shares(told, 1)[0]
+    found = server.train("start", "a", replace(batch, teacher_log_probs=True)).metrics
+    for name in ("loss", "grad_norm", "opd_reverse_kl"):
+        assert found[name] == pytest.approx(expected[name], abs=1e-6)
+    with pytest.raises(TrainError, match=r"no log-probs of the teacher; set rollout\.teacher_url"):
+        server.train("a", "b", batch)
 
 
 def test_without_rewards_the_student_comes_to_the_teacher(
