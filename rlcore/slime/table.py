@@ -399,13 +399,21 @@ IN_STORE = (
     "read them"
 )
 LOGGERS = (
-    flag("use-wandb", Refused(f"wandb is not there yet; {IN_STORE}")),
-    *(
-        Argument(f"wandb-{name}", "str", Refused(f"wandb is not there yet; {IN_STORE}"))
-        for name in ("mode", "dir", "key", "host", "team", "group", "project", "run-id")
+    flag("use-wandb", Setting("tracking.wandb")),
+    Argument("wandb-mode", "str", Setting("tracking.wandb_mode")),
+    Argument("wandb-dir", "str", Setting("tracking.wandb_dir")),
+    Argument(
+        "wandb-key",
+        "str",
+        Refused("a configuration is stored and shown as it is: put the key into WANDB_API_KEY"),
     ),
-    flag("disable-wandb-random-suffix", Refused("wandb is not there yet")),
-    flag("wandb-always-use-train-step", Refused("wandb is not there yet")),
+    Argument("wandb-host", "str", Setting("tracking.wandb_host")),
+    Argument("wandb-team", "str", Setting("tracking.wandb_entity")),
+    Argument("wandb-group", "str", Setting("tracking.wandb_group")),
+    Argument("wandb-project", "str", Setting("tracking.wandb_project")),
+    Argument("wandb-run-id", "str", Setting("tracking.wandb_run_id")),
+    flag("disable-wandb-random-suffix", Held("nothing is added to the name of a group or run")),
+    flag("wandb-always-use-train-step", Refused("the step of every tracker is the iteration")),
     flag("log-multi-turn", Held(IN_STORE)),
     flag("log-passrate", Held("pass@k is among the metrics of rollout and evaluation")),
     Argument("log-reward-category", "str", Held(IN_STORE)),

@@ -205,8 +205,8 @@ def test_what_has_no_place_is_refused_with_the_nearest_thing(more: str, said: st
 
 
 def test_all_refusals_are_told_at_once() -> None:
-    told = refusals("--use-wandb --use-opsm stray --foo").splitlines()
-    assert [line.split(":")[0] for line in told[:2]] == ["--use-wandb", "--use-opsm stray"]
+    told = refusals("--wandb-key k --use-opsm stray --foo").splitlines()
+    assert [line.split(":")[0] for line in told[:2]] == ["--wandb-key k", "--use-opsm stray"]
     assert len(told) == 4
 
 
@@ -236,3 +236,11 @@ def test_functions_are_taken_as_slime_s() -> None:
 def test_rollouts_without_training_are_a_mode() -> None:
     assert config_of(f"{SHORTEST} --debug-rollout-only").run.mode == "debug-rollout-only"
     assert config_of(SHORTEST).run.mode == "sync"
+
+
+def test_wandb_is_a_tracker() -> None:
+    more = "--use-wandb --wandb-project p --wandb-team t --wandb-group g --wandb-mode offline"
+    tracking = config_of(f"{SHORTEST} {more} --disable-wandb-random-suffix").tracking
+    assert tracking.wandb and tracking.wandb_mode == "offline"
+    assert (tracking.wandb_project, tracking.wandb_entity, tracking.wandb_group) == ("p", "t", "g")
+    assert "WANDB_API_KEY" in refusals(f"{SHORTEST} --use-wandb --wandb-key secret")
