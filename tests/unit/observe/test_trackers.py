@@ -4,11 +4,14 @@ can end a run, hold it up, or keep another from its metrics.
 
 import logging
 import math
+import sys
 import threading
+from collections import namedtuple
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -284,6 +287,69 @@ def test_wandb_itself_takes_a_run_offline(tmp_path: Path) -> None:
 def test_names_and_settings_as_mlflow_takes_them() -> None:
     assert mlflow_name("eval/a/pass@4") == "eval/a/pass_4"
     assert flat({"a": {"b": 1, "c": None}, "d": [2], "e": ""}) == {"a.b": 1, "d": [2], "e": ""}
+
+
+class MlflowServer:
+    """As much of an `MlflowClient` as a tracker uses, over one run."""
+
+    def __init__(self) -> None:
+        self.info = SimpleNamespace(run_id="r", status="RUNNING")
+        self.data = SimpleNamespace(metrics={}, params={})
+        self.points: list[tuple[str, float, int]] = []
+        self.tags: dict[str, str] | None = None
+        self.largest = 0
+
+    def get_experiment_by_name(self, name: str) -> Any:
+        return SimpleNamespace(experiment_id="1") if self.tags is not None else None
+
+    def create_experiment(self, name: str) -> str:
+        return "1"
+
+    def search_runs(self, experiments: list[str], **query: Any) -> list[Any]:
+        wanted = query["filter_string"].split("'")[1]
+        return [self] if self.tags is not None and wanted in self.tags.values() else []
+
+    def create_run(self, experiment: str, tags: dict[str, str], run_name: str) -> Any:
+        self.tags = tags
+        return self
+
+    def update_run(self, run_id: str, status: str) -> None:
+        self.info.status = status
+
+    set_terminated = update_run
+
+    def log_batch(self, run_id: str, metrics: Any = (), params: Any = ()) -> None:
+        self.points += [(m.key, m.value, m.step) for m in metrics]
+        self.data.metrics |= {m.key: m.value for m in metrics}
+        self.data.params |= {p.key: p.value for p in params}
+        self.largest = max(self.largest, len(metrics), len(params))
+
+
+def test_a_run_of_mlflow_is_found_again_and_takes_each_iteration_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    entities = SimpleNamespace(
+        Metric=namedtuple("Metric", "key value timestamp step"),
+        Param=namedtuple("Param", "key value"),
+    )
+    monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace(entities=entities))
+    monkeypatch.setitem(sys.modules, "mlflow.entities", entities)
+    server = MlflowServer()
+    settings = {"train": {"lr": 0.1}} | {f"k{i}": "x" * 600 for i in range(150)}
+    first = MLflow(server, "tests", "a-123", "a", settings)
+    first.log(0, {f"m{i}": float(i) for i in range(1500)})
+    first.log(1, {"x": 1.0, "y": math.nan})
+    first.close(failed=True)
+    assert server.info.status == "FAILED" and server.largest <= 900
+    again = MLflow(server, "tests", "a-123", "a", {"train": {"lr": 9.9}})
+    assert server.info.status == "RUNNING"
+    for i in range(3):
+        again.log(i, {"x": float(i)})
+    again.close(failed=False)
+    assert [p for p in server.points if p[0] == "x"] == [("x", 1.0, 1), ("x", 2.0, 2)]
+    assert len([p for p in server.points if p[2] == 0]) == 1501
+    assert server.data.params["train.lr"] == "0.1" and len(server.data.params["k1"]) == 500
+    assert server.info.status == "FINISHED"
 
 
 @pytest.mark.skipif(find_spec("mlflow") is None, reason="mlflow is not installed")
