@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 from rlcore.config import AlgorithmConfig, RunConfig
 from rlcore.config.presets import PRESETS
 from rlcore.errors import Corrupt, DataError, NotFound
+from rlcore.slime.compat import state as slime
+from rlcore.slime.compat.attributes import slime_args_of
 from rlcore.starting_model import model_path, prepare_model
 from rlcore.store.branch import kept_state
 from rlcore.store.files import download_folder, find_damage
@@ -128,7 +130,7 @@ def run_lab(
     train = config.train.model_copy(update={"num_steps_per_rollout": 1})
     rollout = read_rollout(store.objects, files.rollout)
     chosen = variants(config)
-    with _one_rank(config) as device:
+    with slime.active(slime_args_of(config)), _one_rank(config) as device:
         trainer = FsdpTrainer(
             train,
             # A reference, for those that need one.

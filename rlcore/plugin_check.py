@@ -17,7 +17,15 @@ from rlcore.config.tree import FilterConfig, RewardConfig, RolloutConfig
 from rlcore.engine.launch import EngineProcess, embedded_argv
 from rlcore.errors import PluginError, SluiceError
 from rlcore.net import free_port
-from rlcore.plugins import PARAMETERS, Kind, check_signature, is_async, load_function
+from rlcore.plugins import (
+    BY_NAME,
+    PARAMETERS,
+    TRAINING,
+    Kind,
+    check_signature,
+    is_async,
+    load_function,
+)
 from rlcore.rollout.filters.rules import make_rule
 from rlcore.rollout.generate import Generator
 from rlcore.rollout.limits import Limits
@@ -26,6 +34,7 @@ from rlcore.rollout.rewards import Scorer
 from rlcore.sample import Sample, Status
 from rlcore.slime.compat import state as slime
 from rlcore.store.files import file_ref
+from rlcore.train.custom_check import try_training
 
 SETTING = "the function"
 TIMEOUT_S = 10.0
@@ -58,11 +67,15 @@ def kind_of(spec: str) -> Kind:
         names = ()
     if slime.current() is not None:
         names = tuple(SLIME_NAMES.get(name, name) for name in names)
-    fitting = [kind for kind, wanted in PARAMETERS.items() if names[: len(wanted)] == wanted]
+    fitting = [
+        kind
+        for kind, wanted in PARAMETERS.items()
+        if (set(wanted[1:]) <= set(names) if kind in BY_NAME else names[: len(wanted)] == wanted)
+    ]
     # What begins as another does is the longer one: generate takes all that a reward takes.
     longest = max((len(PARAMETERS[kind]) for kind in fitting), default=0)
     fitting = [kind for kind in fitting if len(PARAMETERS[kind]) == longest]
-    if slime.current() is not None and fitting == ["batched_reward", "filter"]:
+    if slime.current() is not None and "batched_reward" in fitting and "filter" in fitting:
         # slime awaits its rewards and never its filters.
         fitting = ["batched_reward" if is_async(function) else "filter"]
     if len(fitting) != 1:
@@ -100,6 +113,8 @@ def check_plugin(
             return check_generate(spec, model, group=kind == "group_generate")
         case "build":
             return list(check_build(load_function(spec, SETTING)))
+        case _ if kind in TRAINING.values():
+            return [Finding(what, problem) for what, problem in try_training(spec, kind)]
         case _:
             return [Finding("its parameters")]
 

@@ -33,6 +33,11 @@ Kind = Literal[
     "batched_reward",
     "filter",
     "build",
+    "reward_post_process",
+    "advantage",
+    "tis",
+    "pg_loss_reducer",
+    "loss",
 ]
 
 PARAMETERS: dict[Kind, tuple[str, ...]] = {
@@ -46,10 +51,35 @@ PARAMETERS: dict[Kind, tuple[str, ...]] = {
     "batched_reward": ("args", "samples"),
     "filter": ("args", "samples"),
     "build": ("folder", "seed"),
+    "reward_post_process": ("args", "samples"),
+    "advantage": ("args", "rollout_data"),
+    "tis": (
+        "args",
+        "pg_loss",
+        "train_log_probs",
+        "rollout_log_probs",
+        "loss_masks",
+        "total_lengths",
+        "response_lengths",
+    ),
+    "pg_loss_reducer": ("total_lengths", "response_lengths", "masks", "per_token"),
+    "loss": ("args", "batch", "logits", "sum_of_sample_mean"),
 }
 
+BY_NAME: frozenset[Kind] = frozenset({"tis"})
+"""Kinds whose arguments, `args` aside, are given by their names."""
+
+TRAINING: dict[str, Kind] = {
+    "custom_reward_post_process_path": "reward_post_process",
+    "custom_advantage_function_path": "advantage",
+    "custom_tis_function_path": "tis",
+    "custom_pg_loss_reducer_function_path": "pg_loss_reducer",
+    "custom_loss_function_path": "loss",
+}
+"""Settings of `algorithm` that name a function of the trainer, and its kind."""
+
 PLAIN: frozenset[Kind] = frozenset(
-    {"filter", "build", "buffer_filter", "sample_filter", "all_samples"}
+    {"filter", "build", "buffer_filter", "sample_filter", "all_samples", *TRAINING.values()}
 )
 """Kinds that are never async."""
 
@@ -99,7 +129,10 @@ def check_signature(function: Callable[..., Any], kind: Kind, what: str) -> None
     except (TypeError, ValueError):
         return  # A built-in without a signature: only a call can tell.
     try:
-        signature.bind(*names)
+        if kind in BY_NAME:
+            signature.bind(names[0], **dict.fromkeys(names[1:]))
+        else:
+            signature.bind(*names)
     except TypeError as error:
         raise PluginError(
             f"{what}: it is called as {wanted}, but its signature is {signature}: {error}"

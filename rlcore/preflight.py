@@ -23,7 +23,7 @@ from rlcore.errors import (
 )
 from rlcore.observe.trackers import check_trackers
 from rlcore.opening import check_same, open_store
-from rlcore.plugins import Kind, check_signature, load_checked, load_function
+from rlcore.plugins import TRAINING, Kind, check_signature, load_checked, load_function
 from rlcore.rollout import rewards
 from rlcore.rollout.filters.rules import BUILT_IN
 from rlcore.rollout.hooks import Hooks
@@ -151,6 +151,9 @@ def check_plugins(config: RunConfig) -> None:
             setting = f"custom_generate_function_path of eval.datasets {held_out.name!r}"
             load_checked(held_out.custom_generate_function_path, setting, "generate")
     Hooks(config.rollout, None)
+    for name, kind in TRAINING.items() if config.trains else ():
+        if (path := getattr(config.algorithm, name)) is not None:
+            load_checked(path, f"algorithm.{name}", kind)
     chosen = config.filter.dynamic_sampling_filter_path
     if chosen and chosen not in BUILT_IN:
         setting = "filter.dynamic_sampling_filter_path"

@@ -35,8 +35,10 @@ from flows.reporting.pages import (
     summary_page,
 )
 from rlcore.config import RunConfig
+from rlcore.observe.aside import PATIENCE_S as TRACKERS_PATIENCE_S
+from rlcore.observe.aside import Aside, close_all
 from rlcore.observe.history import iterations
-from rlcore.observe.trackers import Tracker, open_trackers
+from rlcore.observe.trackers import open_trackers
 from rlcore.opening import open_store
 from rlcore.run import IterationRef, Run
 from rlcore.store.batch import read_samples
@@ -50,6 +52,7 @@ PATIENCE_S = 0.3
 PATIENCE_SHARE = 0.02
 """What an update may take of an iteration's time before the run goes on beside it."""
 FAILURE_PATIENCE_S = 10.0
+CANCELLED_PATIENCE_S = 1.0
 TABLE_ROWS = 50
 SAMPLES_SHOWN = 6
 CURVE = ("iteration", "rollout/raw_reward", "rollout/exact")
@@ -118,7 +121,7 @@ class Reporter:
         self._written = 0.0
         self._recalling: asyncio.Task[None] | None = None
         self._writing: asyncio.Task[None] | None = None
-        self._trackers: list[Tracker] = []
+        self._trackers: list[Aside] = []
 
     async def __aenter__(self) -> "Reporter":
         first, run = self._run.first_uncommitted(), self._run
@@ -138,10 +141,14 @@ class Reporter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for tracker in self._trackers:
-            with self._harmless("close a tracker"):
-                tracker.close()
-        if error is not None and not isinstance(error, Exception):
+        cancelled = error is not None and not isinstance(error, Exception)
+        await asyncio.to_thread(
+            close_all,
+            self._trackers,
+            failed=error is not None,
+            patience_s=CANCELLED_PATIENCE_S if cancelled else TRACKERS_PATIENCE_S,
+        )
+        if cancelled:
             # Somebody waits for the end of a cancelled run.
             for task in filter(None, (self._recalling, self._writing)):
                 task.cancel()
@@ -158,8 +165,7 @@ class Reporter:
         for listener in _listeners:
             listener(done, self._run)
         for tracker in self._trackers:
-            with self._harmless(f"track iteration {done.iteration}"):
-                tracker.log(done.iteration, done.metrics)
+            tracker.log(done.iteration, done.metrics)
         emit_event(
             "rl.iteration.committed",
             resource={"prefect.resource.id": f"rl.run.{self._run.id}"},

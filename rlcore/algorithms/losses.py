@@ -29,6 +29,7 @@ Invariants:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -105,6 +106,12 @@ class LossInputs:
     lengths: tuple[int, ...] = ()
     """How many of the tokens, in order, are of each sequence; needed by what goes by sequences, for
     which the tensors must be of one dimension."""
+    weigh: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Metrics]] | None = None
+    """From the tokens' losses, old and engine's log-probs to losses with importance weights, and
+    metrics: a function of one's own in place of `sampling`."""
+    reduce: Callable[[Tensor], Tensor] | None = None
+    """From the tokens' losses to their share in the loss of the step: a function of one's own in
+    place of the sum by `weights`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -174,8 +181,14 @@ def policy_loss(inputs: LossInputs, settings: PolicyLossSettings) -> LossOutputs
         surrogate, effect = surrogate * importance, effect * importance
         extra.append(found)
 
-    pg_loss = (surrogate * terms.weights).sum()
-    loss = pg_loss
+    if inputs.weigh is not None:
+        assert inputs.rollout_log_probs is not None
+        engine = masked(inputs.rollout_log_probs, terms.mask)
+        surrogate, found = inputs.weigh(surrogate, terms.old, engine)
+        extra.append(found)
+
+    reduce = inputs.reduce or (lambda losses: (losses * terms.weights).sum())
+    pg_loss = loss = reduce(surrogate)
     means = {
         "pg_loss": pg_loss.detach(),
         "effect": (effect * terms.weights).sum(),

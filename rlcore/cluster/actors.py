@@ -11,6 +11,7 @@ from rlcore.cluster.rollout_actor import RolloutActor
 from rlcore.cluster.trainer_actor import TrainerSpec
 from rlcore.cluster.trainer_group import TrainerGroup
 from rlcore.errors import ClusterError
+from rlcore.slime.compat.attributes import slime_args_of
 from rlcore.starting_model import check_in_place, is_in_place, prepare_model
 from rlcore.store.credentials import all_options
 
@@ -227,6 +228,7 @@ async def start_trainer(plan: FleetPlan, number: int) -> TrainerGroup:
             scratch=str(plan.scratch),
             trust_remote_code=config.model.trust_remote_code,
             timeout_s=config.train.deadline_s,
+            slime=slime_args_of(config),
         ),
         world_size=config.world_size,
         epoch=plan.epoch,

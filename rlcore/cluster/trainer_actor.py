@@ -20,11 +20,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rlcore.cluster.actor_logs import Line, Lines, shown
 from rlcore.config.tree import AlgorithmConfig, ModelConfig, Scalar, TrainConfig
 from rlcore.errors import Corrupt, Fenced, TrainError
+from rlcore.slime.compat import state as slime
 from rlcore.starting_model import prepare_model
 from rlcore.store.files import download_folder, file_ref, upload_file, upload_folder
 from rlcore.store.manifest import FileRef
@@ -61,6 +62,8 @@ class TrainerSpec:
     trust_remote_code: bool = False
     timeout_s: float = 3600.0
     """Seconds after which a collective counts as hung."""
+    slime: dict[str, Any] | None = None
+    """slime's `args`, where plugins written for it are to run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +90,7 @@ class TrainerActor:
         if spec.device == "cpu":
             # More threads than cores make a step fifty times slower, and their sums differ.
             torch.set_num_threads(1)
+        slime.activate(spec.slime)
         self._lines = Lines()
         self._spec = spec
         self._rank = rank

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from rlcore.config.section import FilePath, PositiveInt, Section
+from rlcore.config.section import FilePath, FunctionPath, PositiveInt, Section
 
 Estimator = Literal[
     "grpo", "gspo", "cispo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo"
@@ -86,6 +86,16 @@ class AlgorithmConfig(Section):
     """Stop when the mean gap between engine and trainer log-probs is larger than this."""
     true_on_policy_mode: bool = False
     """Stop when any token's gap is larger than max_logprob_gap, or, without one, not exactly 0."""
+    custom_reward_post_process_path: FunctionPath | None = None
+    """A function `(args, samples)` that makes advantages of rewards in place of the baseline."""
+    custom_advantage_function_path: FunctionPath | None = None
+    """A function `(args, rollout_data)` that sets advantages in place of the estimator's."""
+    custom_tis_function_path: FunctionPath | None = None
+    """With use_tis: a function that weighs tokens' losses in place of tis_level and tis_mode."""
+    custom_pg_loss_reducer_function_path: FunctionPath | None = None
+    """A function that gives one to reduce the policy loss with; KL and entropy are left alone."""
+    custom_loss_function_path: FunctionPath | None = None
+    """A function `(args, batch, logits, sum_of_sample_mean)` in place of the whole loss."""
 
     @model_validator(mode="after")
     def _estimator_agrees(self) -> "AlgorithmConfig":
@@ -95,13 +105,14 @@ class AlgorithmConfig(Section):
                 f"algorithm.advantage_estimator = {name!r} needs whitened advantages: remove "
                 "algorithm.normalize_advantages = false"
             )
-        if self.kl_coef and not (reinforce or self.has_critic):
+        own = self.custom_advantage_function_path is not None
+        if self.kl_coef and not (reinforce or self.has_critic or own):
             raise ValueError(
                 f"algorithm.kl_coef = {self.kl_coef} is a penalty on rewards, which "
                 f"algorithm.advantage_estimator = {name!r} does not have: use "
                 "algorithm.use_kl_loss = true with algorithm.kl_loss_coef"
             )
-        if self.gamma != 1.0 and name not in ("reinforce_plus_plus", "ppo"):
+        if self.gamma != 1.0 and name not in ("reinforce_plus_plus", "ppo") and not own:
             raise ValueError(
                 f"algorithm.gamma = {self.gamma} discounts the returns of 'reinforce_plus_plus' "
                 f"and 'ppo'; algorithm.advantage_estimator = {name!r} has none"
@@ -156,6 +167,30 @@ class AlgorithmConfig(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _functions_agree(self) -> "AlgorithmConfig":
+        own = self.custom_loss_function_path is not None
+        parts = ("use_tis", "use_opsm", "custom_pg_loss_reducer_function_path")
+        part = next((name for name in parts if getattr(self, name)), None)
+        if own and part is not None:
+            raise ValueError(
+                f"algorithm.{part} is about the loss that algorithm.custom_loss_function_path "
+                "replaces; use one of them"
+            )
+        if self.custom_tis_function_path is not None and not self.use_tis:
+            raise ValueError(
+                "algorithm.custom_tis_function_path is about truncated importance sampling; set "
+                "algorithm.use_tis = true, or remove it"
+            )
+        reduces = self.custom_pg_loss_reducer_function_path is not None
+        if reduces and self.loss_aggregation == "constant":
+            raise ValueError(
+                "algorithm.loss_aggregation = 'constant' divides by algorithm.loss_divisor, and so "
+                "may the function of algorithm.custom_pg_loss_reducer_function_path; use one of "
+                "them"
+            )
+        return self
+
     @property
     def has_critic(self) -> bool:
         """Whether a critic is trained beside the policy."""
@@ -165,6 +200,7 @@ class AlgorithmConfig(Section):
     def group_baseline(self) -> bool:
         """Whether rewards are compared with those of their group."""
         compares = self.advantage_estimator not in ("reinforce_plus_plus", "ppo")
+        compares = compares and self.custom_reward_post_process_path is None
         return self.rewards_normalization and compares
 
     @property
@@ -187,8 +223,9 @@ class AlgorithmConfig(Section):
 
     @property
     def needs_old_ahead(self) -> bool:
-        """Whether advantages depend on log-probs of the policy before the first step."""
-        return self.kl_coef > 0 or self.use_opd
+        """Whether log-probs of the policy before the first step are needed as it begins."""
+        shown = self.custom_advantage_function_path or self.custom_loss_function_path
+        return self.kl_coef > 0 or self.use_opd or shown is not None
 
     @property
     def needs_rollout_log_probs(self) -> str | None:

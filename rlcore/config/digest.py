@@ -20,6 +20,11 @@ NEWER: tuple[tuple[str, str, Any], ...] = (
     ("rollout", "teacher_url", None),
     ("compat", "slime", False),
     ("compat", "args", {}),
+    ("algorithm", "custom_reward_post_process_path", None),
+    ("algorithm", "custom_advantage_function_path", None),
+    ("algorithm", "custom_tis_function_path", None),
+    ("algorithm", "custom_pg_loss_reducer_function_path", None),
+    ("algorithm", "custom_loss_function_path", None),
 )
 """Settings at values that are left out, so that runs of older releases keep their digests."""
 NEWER_SECTIONS = frozenset({"compat"})

@@ -33,6 +33,7 @@ from rlcore.config.section import FunctionPath as FunctionPath
 from rlcore.config.section import PositiveInt as PositiveInt
 from rlcore.config.section import Scalar as Scalar
 from rlcore.config.section import Section as Section
+from rlcore.config.tracking import TrackingConfig as TrackingConfig
 
 
 class RunSection(Section):
@@ -190,15 +191,6 @@ class ClusterConfig(Section):
     """GPUs of one engine: its tensor-parallel size."""
     colocate: bool = False
     """Trainer and engines share GPUs."""
-
-
-class TrackingConfig(Section):
-    """Where metrics go beside the store and Prefect."""
-
-    tensorboard: bool = False
-    """Write TensorBoard's event files."""
-    tensorboard_dir: FilePath = ""
-    """Folder of their folders, one a run. Empty: `tensorboard` in the run's folder."""
 
 
 class CompatConfig(Section):

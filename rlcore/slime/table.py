@@ -315,14 +315,28 @@ ALGORITHM = (
     Argument("num-critic-only-steps", "int", Setting("algorithm.num_critic_only_steps")),
     Argument("megatron-config-path", "str", Refused(MOVES_WITH_MEGATRON)),
     Argument("kl-coef", "float", Setting("algorithm.kl_coef")),
-    Argument("loss-type", "str", Held("the policy loss", ("policy_loss",))),
-    Argument("custom-loss-function-path", "str", Refused("change rlcore/algorithms/losses.py")),
+    Argument(
+        "loss-type",
+        "str",
+        Joined(
+            "algorithm.custom_loss_function_path",
+            "`custom_loss` is the function of `--custom-loss-function-path`, and `policy_loss` the "
+            "estimator's",
+        ),
+    ),
+    Argument(
+        "custom-loss-function-path",
+        "str",
+        Joined("algorithm.custom_loss_function_path", "with `--loss-type custom_loss`, as there"),
+    ),
     Argument("kl-loss-type", "str", Setting("algorithm.kl_loss_type")),
     flag(
         "disable-compute-advantages-and-returns", Refused("it is for SFT, which does not exist yet")
     ),
     Argument(
-        "custom-advantage-function-path", "str", Refused("change rlcore/algorithms/advantages.py")
+        "custom-advantage-function-path",
+        "str",
+        Setting("algorithm.custom_advantage_function_path"),
     ),
     flag("use-kl-loss", Setting("algorithm.use_kl_loss")),
     Argument("kl-loss-coef", "float", Setting("algorithm.kl_loss_coef")),
@@ -349,15 +363,14 @@ ALGORITHM = (
         "custom-tis-function-path",
         "str",
         Joined(
-            "algorithm.tis_mode",
-            "slime's `icepop_function` is `mask`; one of your own is refused, since the formulas "
-            "are in rlcore/algorithms/off_policy.py",
+            "algorithm.custom_tis_function_path",
+            'slime\'s own `icepop_function` is `algorithm.tis_mode = "mask"`',
         ),
     ),
     Argument(
         "custom-pg-loss-reducer-function-path",
         "str",
-        Refused("algorithm.loss_aggregation has token_mean and sequence_mean"),
+        Setting("algorithm.custom_pg_loss_reducer_function_path"),
     ),
     flag("calculate-per-token-loss", Joined("algorithm.loss_aggregation")),
     flag("use-routing-replay", Refused(NO_ROUTING)),
@@ -391,7 +404,7 @@ REWARD = (
     Argument(
         "custom-reward-post-process-path",
         "str",
-        Refused("advantages are computed from the rewards as they are"),
+        Setting("algorithm.custom_reward_post_process_path"),
     ),
     Argument(
         "custom-convert-samples-to-train-data-path",
@@ -405,13 +418,21 @@ IN_STORE = (
     "read them"
 )
 LOGGERS = (
-    flag("use-wandb", Refused(f"wandb is not there yet; {IN_STORE}")),
-    *(
-        Argument(f"wandb-{name}", "str", Refused(f"wandb is not there yet; {IN_STORE}"))
-        for name in ("mode", "dir", "key", "host", "team", "group", "project", "run-id")
+    flag("use-wandb", Setting("tracking.wandb")),
+    Argument("wandb-mode", "str", Setting("tracking.wandb_mode")),
+    Argument("wandb-dir", "str", Setting("tracking.wandb_dir")),
+    Argument(
+        "wandb-key",
+        "str",
+        Refused("a configuration is stored and shown as it is: put the key into WANDB_API_KEY"),
     ),
-    flag("disable-wandb-random-suffix", Refused("wandb is not there yet")),
-    flag("wandb-always-use-train-step", Refused("wandb is not there yet")),
+    Argument("wandb-host", "str", Setting("tracking.wandb_host")),
+    Argument("wandb-team", "str", Setting("tracking.wandb_entity")),
+    Argument("wandb-group", "str", Setting("tracking.wandb_group")),
+    Argument("wandb-project", "str", Setting("tracking.wandb_project")),
+    Argument("wandb-run-id", "str", Setting("tracking.wandb_run_id")),
+    flag("disable-wandb-random-suffix", Held("nothing is added to the name of a group or run")),
+    flag("wandb-always-use-train-step", Refused("the step of every tracker is the iteration")),
     flag("log-multi-turn", Held("multi_turn/* is among the metrics where there are turns")),
     flag("log-passrate", Held("pass@k is among the metrics of rollout and evaluation")),
     Argument("log-reward-category", "str", Held(IN_STORE)),

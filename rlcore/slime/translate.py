@@ -28,8 +28,13 @@ BUILT_IN_ROLLOUT = "slime.rollout.sglang_rollout.generate_rollout"
 ICEPOP = "slime.backends.megatron_utils.loss.icepop_function"
 PLUGINS = (
     "buffer-filter-path",
+    "custom-advantage-function-path",
     "custom-generate-function-path",
+    "custom-loss-function-path",
+    "custom-pg-loss-reducer-function-path",
+    "custom-reward-post-process-path",
     "custom-rm-path",
+    "custom-tis-function-path",
     "dynamic-sampling-filter-path",
     "rollout-all-samples-process-path",
     "rollout-function-path",
@@ -274,21 +279,22 @@ def _functions(given: dict[str, Any], done: Translation) -> None:
     elif "rm-type" in given:
         _set(done, "reward.rm_type", given["rm-type"])
 
-    built_in = {BUILT_IN_ROLLOUT, *BUILT_IN_FILTERS}
+    built_in = {BUILT_IN_ROLLOUT, ICEPOP, *BUILT_IN_FILTERS}
     if any(given[name] not in built_in for name in PLUGINS if name in given):
         _set(done, "compat.slime", True)
 
 
 def _algorithm(given: dict[str, Any], done: Translation) -> None:
+    _custom_loss(given, done)
     weigh = given.get("custom-tis-function-path")
-    if weigh is not None and weigh != ICEPOP:
-        raise ConfigError(
-            f"--custom-tis-function-path {weigh}: only {ICEPOP} is known, which is "
-            "algorithm.tis_mode = 'mask'; for tokens, sequences and geometric means there is "
-            "algorithm.tis_level"
-        )
-    if weigh is not None:
+    if weigh == ICEPOP:
         _set(done, "algorithm.tis_mode", "mask")
+    elif weigh is not None and given.get("use-tis"):
+        _set(done, "algorithm.custom_tis_function_path", weigh)
+    elif weigh is not None:
+        done.notes.append(
+            (f"--custom-tis-function-path {weigh}", "without --use-tis it is not called, as there")
+        )
     low = given.get("eps-clip", 0.2)
     _set(done, "algorithm.clip_low", low)
     _set(done, "algorithm.clip_high", given.get("eps-clip-high", low))
@@ -301,6 +307,19 @@ def _algorithm(given: dict[str, Any], done: Translation) -> None:
         ):
             if name not in given:
                 _set(done, key, value)
+
+
+def _custom_loss(given: dict[str, Any], done: Translation) -> None:
+    kind, path = given.get("loss-type", "policy_loss"), given.get("custom-loss-function-path")
+    if kind not in ("policy_loss", "custom_loss"):
+        raise ConfigError(f"--loss-type {kind}: policy_loss or custom_loss")
+    if (kind == "custom_loss") != (path is not None):
+        raise ConfigError(
+            "--loss-type custom_loss and --custom-loss-function-path belong together: give both or "
+            "neither"
+        )
+    if path is not None:
+        _set(done, "algorithm.custom_loss_function_path", path)
 
 
 def _evaluation(given: dict[str, Any], done: Translation) -> None:

@@ -21,6 +21,7 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +37,8 @@ from rlcore.sample import Status
 from rlcore.store.batch import read_parts
 from rlcore.store.manifest import FileRef
 from rlcore.store.objects import Objects
+from rlcore.store.rows import table_to_samples
+from rlcore.train.custom import Functions
 from rlcore.train.trainer import BatchFiles, TrainBatch, TrainStep
 
 SAMPLE_COLUMNS = (
@@ -84,6 +87,7 @@ def load_batch(
     Raises:
         Corrupt: a part is not what was committed.
         DataError: the parts do not belong together.
+        PluginError: a function of one's own makes no numbers of the rewards.
     """
     samples = _Samples(read_rollout(objects, files.rollout) if rollout is None else rollout)
     scores = read_parts(objects, files.reward, ("row", "status"))
@@ -110,10 +114,33 @@ def load_batch(
         )
     )
     keep = np.asarray(selection["keep"].to_pylist(), dtype=bool)
+    if algorithm.custom_reward_post_process_path is not None:
+        advantages = _of_function(objects, files, algorithm, rewards, keep, advantages)
     rows, metrics = _trained_rows(samples, keep, advantages)
     return _share(
         samples, rows, advantages.advantages, metrics, files.iteration, train, rank, world
     )
+
+
+def _of_function(
+    objects: Objects,
+    files: BatchFiles,
+    algorithm: AlgorithmConfig,
+    rewards: Sequence[float | None],
+    keep: npt.NDArray[np.bool_],
+    advantages: AdvantageOutputs,
+) -> AdvantageOutputs:
+    """Advantages by a function of one's own, over the samples that were kept and scored."""
+    own = Functions(algorithm)
+    chosen = [i for i, good in enumerate(advantages.trainable) if good and keep[i]]
+    everything = read_parts(objects, files.rollout, rows=chosen) if chosen else None
+    samples = [] if everything is None else table_to_samples(everything)
+    for sample, i in zip(samples, chosen, strict=True):
+        sample.reward = rewards[i]
+    numbers = list(advantages.advantages)
+    for i, number in zip(chosen, own.numbers(samples) if samples else [], strict=True):
+        numbers[i] = number
+    return replace(advantages, advantages=tuple(numbers))
 
 
 def _trained_rows(

@@ -41,7 +41,7 @@ def test_parameters_tell_what_a_function_is_for(tmp_path: Path, head: str, kind:
 
 def test_parameters_that_do_not_tell_are_asked_for(tmp_path: Path) -> None:
     (tmp_path / "m.py").write_text("def f(args, samples): ...\ndef g(x): ...")
-    with pytest.raises(PluginError, match=r"--kind: batched_reward, filter$"):
+    with pytest.raises(PluginError, match=r"--kind: batched_reward, filter, reward_post_process$"):
         kind_of(f"{tmp_path}/m.py:f")
     with pytest.raises(PluginError, match=r"--kind: generate, group_generate, "):
         kind_of(f"{tmp_path}/m.py:g")
@@ -145,3 +145,44 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert '"kind": "generate"' in capsys.readouterr().out
     with pytest.raises(PluginError, match="--kind nonsense: it is one of generate, "):
         check(spec, "nonsense", as_json=False, **options)  # type: ignore[arg-type]
+
+
+TRAINING = {
+    "reward_post_process": "def f(args, samples): return [0.0] * 8, [s.reward for s in samples]",
+    "advantage": (
+        "def f(args, rollout_data):\n"
+        "    columns = zip(rollout_data['rewards'], rollout_data['loss_masks'])\n"
+        "    rollout_data['advantages'] = [r * m for r, m in columns]\n"
+    ),
+    "tis": (
+        "def f(args, *, loss_masks, pg_loss, train_log_probs, rollout_log_probs, total_lengths, "
+        "response_lengths, **kwargs): return pg_loss * 0.5, loss_masks, {'x': pg_loss}"
+    ),
+    "pg_loss_reducer": (
+        "def f(total_lengths, response_lengths, masks, per_token): return lambda x: x.mean()"
+    ),
+    "loss": (
+        "def f(args, batch, logits, sum_of_sample_mean):\n"
+        "    mean = logits[0, : sum(batch['response_lengths'])].logsumexp(-1)\n"
+        "    return sum_of_sample_mean(mean), {'x': 1}\n"
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", TRAINING)
+def test_a_function_of_the_trainer(tmp_path: Path, kind: Kind) -> None:
+    assert tried(tmp_path, TRAINING[kind], kind) == {}
+    if kind != "reward_post_process":
+        assert kind_of(f"{tmp_path}/mine.py:f") == kind
+
+
+def test_what_is_wrong_with_a_function_of_the_trainer(tmp_path: Path) -> None:
+    dice = TRAINING["advantage"].replace("r * m", "r * m * random.random()")
+    assert "other numbers" in tried(tmp_path, dice, "advantage")["samples of several lengths"]
+    cut = TRAINING["tis"].replace("* 0.5", ".detach()")
+    assert "no gradient" in tried(tmp_path, cut, "tis")["samples of several lengths"]
+    far = TRAINING["tis"].replace("pg_loss * 0.5", "pg_loss / (torch.cat(rollout_log_probs) < 10)")
+    found = tried(tmp_path, f"import torch\n{far}", "tis")
+    assert set(found) == {"policies that are far apart"}
+    whole = TRAINING["loss"].replace("logits[0, : sum(batch['response_lengths'])]", "logits[0]")
+    assert "response tokens" in tried(tmp_path, whole, "loss")["samples of several lengths"]

@@ -33,6 +33,9 @@ BACK: dict[Callable[[Any], Any], Callable[[Any], Any]] = {
 SEVERAL: dict[str, Callable[[Tree], Any]] = {
     "eps_clip": lambda tree: tree["algorithm"]["clip_low"],
     "calculate_per_token_loss": lambda tree: tree["algorithm"]["loss_aggregation"] == "token_mean",
+    "loss_type": lambda tree: (
+        "custom_loss" if tree["algorithm"].get("custom_loss_function_path") else "policy_loss"
+    ),
     "rollout_num_engines": lambda tree: (
         tree["rollout"].get("num_engines")
         or tree["cluster"]["rollout_num_gpus"] // tree["cluster"]["rollout_num_gpus_per_engine"]

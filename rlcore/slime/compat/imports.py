@@ -28,6 +28,12 @@ NAMES: dict[str, dict[str, str]] = {
     "slime.utils.async_utils": {"run": GIVEN},
     "slime.utils.http_utils": {"post": GIVEN},
     "slime.utils.misc": {"load_function": GIVEN},
+    "slime.backends": {},
+    "slime.backends.megatron_utils": {},
+    "slime.backends.megatron_utils.cp_utils": {
+        "all_gather_with_cp": GIVEN,
+        "slice_log_prob_with_cp": GIVEN,
+    },
     "slime.rollout": {},
     "slime.rollout.base_types": {"RolloutFnTrainOutput": GIVEN, "RolloutFnEvalOutput": GIVEN},
     "slime.rollout.sglang_rollout": {

@@ -279,3 +279,18 @@ def check_reward_nonzero_std_with_fallback(
     """The same, but kept where others would have to be begun in their place."""
     verdict = nonzero_std(_rewards(args, samples))
     return DynamicFilterOutput(verdict.keep, verdict.reason, keep_when_insufficient=True)
+
+
+# --- training -------------------------------------------------------------------------------------
+
+
+def all_gather_with_cp(tensor: Any, total_length: int, response_length: int, *more: Any) -> Any:
+    """Values of a response from all ranks that share it; here each response is on one rank."""
+    return tensor
+
+
+def slice_log_prob_with_cp(
+    log_prob: Any, total_length: int, response_length: int, *more: Any, **named: Any
+) -> Any:
+    """This rank's part of a response's values; here a rank has the whole response."""
+    return log_prob

@@ -7,7 +7,8 @@ ranks; multiplying the loss by their number makes that a sum again.
 Where the old log-probs come from: the engine (`algorithm.use_rollout_logprobs`); or, with one step
 a batch, the training forward itself, whose policy is the one that sampled (the ratio is 1 and only
 its gradient matters); else, and for a KL penalty on rewards, a forward pass over the whole batch
-before the first step. `credit` makes token advantages of what is known then.
+before the first step. `credit` makes token advantages of what is known then. Functions of one's
+own take the place of parts of this (`rlcore.train.custom`).
 
 Invariants:
 - Nothing is applied of a step whose loss or gradient norm is not finite, and nothing of a batch
@@ -29,8 +30,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlcore.algorithms.aggregate import constant_scale
+from rlcore.algorithms.logprobs import token_log_probs
 from rlcore.algorithms.losses import (
     LossInputs,
+    LossOutputs,
     PolicyLossSettings,
     Surrogate,
     effective_share,
@@ -43,6 +46,7 @@ from rlcore.algorithms.packing import LogProbs, pack
 from rlcore.algorithms.values import ValueInputs, value_loss
 from rlcore.config.tree import AlgorithmConfig
 from rlcore.errors import TrainError
+from rlcore.train.custom import Functions
 from rlcore.train.fsdp.credit import MicroBatch, spread_advantages
 from rlcore.train.fsdp.critic import TrainedCritic
 from rlcore.train.fsdp.model import Policy
@@ -58,6 +62,8 @@ FINITE = {
     "critic_grad_norm": "critic's gradient norm",
 }
 Scalars = dict[str, float]
+Weigh = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Metrics]]
+Reduce = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -111,7 +117,7 @@ def loss_settings(a: AlgorithmConfig) -> PolicyLossSettings:
         unbiased_kl=a.use_unbiased_kl,
         entropy_coef=a.entropy_coef,
         opsm_delta=a.opsm_delta if a.use_opsm else None,
-        sampling=bounds if a.use_tis else None,
+        sampling=bounds if a.use_tis and a.custom_tis_function_path is None else None,
     )
 
 
@@ -137,6 +143,7 @@ class BatchLoop:
         models: Models,
         settings: LoopSettings,
         batch: TrainBatch,
+        own: Functions | None = None,
     ) -> None:
         self._models = models
         self._policy = models.policy
@@ -144,6 +151,7 @@ class BatchLoop:
         self._critic = models.critic
         self._settings = settings
         self._batch = batch
+        self._own = own or Functions(settings.algorithm, settings.temperature)
         self._clock = Clock(settings.device)
         self.stepped = False
         self._old_from_rollout = settings.algorithm.use_rollout_logprobs
@@ -208,7 +216,7 @@ class BatchLoop:
         steps = [self._prepare(step) for step in self._batch.steps]
         with self._clock.phase("seconds_log_probs"):
             gap = self._score_ahead(steps)
-        spread_advantages(steps, self._settings.algorithm)
+        spread_advantages(steps, self._settings.algorithm, self._own)
         return steps, gap
 
     def _prepare(self, step: TrainStep) -> list[MicroBatch]:
@@ -221,8 +229,11 @@ class BatchLoop:
         for sequences in step.micro_batches:
             # What a constant makes of the mean is for the whole step to say.
             weighed = "token_mean" if how == "constant" else how
-            packed = pack(sequences, step.totals, weighed, log_probs=given).inputs()
-            micros.append(MicroBatch.of(packed, self._settings.device))
+            packed = pack(sequences, step.totals, weighed, log_probs=given)
+            # A loss of one's own gets the logits of all tokens.
+            packed = packed if "loss" in self._own else packed.inputs()
+            seen = sequences if self._own.see_tokens else ()
+            micros.append(MicroBatch.of(packed, self._settings.device, seen))
         return micros
 
     @torch.no_grad()
@@ -262,35 +273,105 @@ class BatchLoop:
     def _forward_backward(self, number: int, step: Sequence[MicroBatch]) -> Scalars:
         """Gradients of the step on the parameters; its metrics over all ranks."""
         scale, parts = self._scale(number), []
-        world, settings = dist.get_world_size(), self._settings.loss
-        with_rollout = settings.sampling is not None
         for micro in step:
-            log_probs, entropy = self._policy.score(
-                micro.packed, micro.rows, self._settings.temperature
-            )
-            inputs = LossInputs(
-                log_probs=log_probs,
-                advantages=micro.advantages,
-                mask=micro.pick("loss_mask"),
-                weights=micro.pick("loss_weights"),
-                old_log_probs=micro.old,
-                ref_log_probs=micro.ref,
-                entropy=entropy,
-                rollout_log_probs=micro.pick("rollout_log_probs") if with_rollout else None,
-                lengths=micro.lengths,
-            )
-            out = policy_loss(inputs, settings)
-            (out.loss * (world * scale)).backward()
+            gap_shows = number == 0 and not self._old_ahead and self._batch.rollout_log_probs
+            if "loss" in self._own:
+                out, log_probs = self._loss_of_function(micro, with_log_probs=gap_shows)
+            else:
+                out, log_probs = self._policy_loss(micro, number)
+            (out.loss * (dist.get_world_size() * scale)).backward()
             parts.append(out.metrics)
+            mask, weights = micro.pick("loss_mask"), micro.pick("loss_weights")
             for name, values in (("kl", micro.kl), ("opd_reverse_kl", micro.behind)):
                 if values is not None:
-                    mean = (masked(values, inputs.mask) * inputs.weights).sum()
-                    parts.append(Metrics({name: mean}))
+                    parts.append(Metrics({name: (masked(values, mask) * weights).sum()}))
             # The policy of later steps has moved: only that of the first is the engine's.
-            if number == 0 and not self._old_ahead and self._batch.rollout_log_probs:
+            if gap_shows and log_probs is not None:
                 parts.append(self._gap(micro, log_probs))
-        metrics = _over_ranks(merge_metrics(parts))
+        metrics = _over_ranks(self._complete(merge_metrics(parts)))
         return metrics | {"loss": metrics["loss"] * scale}
+
+    def _policy_loss(self, micro: MicroBatch, number: int) -> tuple[LossOutputs, Tensor]:
+        """The loss of a micro-batch, and the log-probs of its trained tokens."""
+        settings = self._settings.loss
+        log_probs, entropy = self._policy.score(
+            micro.packed, micro.rows, self._settings.temperature
+        )
+        engine = settings.sampling is not None or "tis" in self._own
+        weigh, reduce = self._own_parts(micro, number)
+        inputs = LossInputs(
+            log_probs=log_probs,
+            advantages=micro.advantages,
+            mask=micro.pick("loss_mask"),
+            weights=micro.pick("loss_weights"),
+            old_log_probs=micro.old,
+            ref_log_probs=micro.ref,
+            entropy=entropy,
+            rollout_log_probs=micro.pick("rollout_log_probs") if engine else None,
+            lengths=micro.lengths,
+            weigh=weigh,
+            reduce=reduce,
+        )
+        return policy_loss(inputs, settings), log_probs
+
+    def _own_parts(self, micro: MicroBatch, number: int) -> tuple[Weigh | None, Reduce | None]:
+        """Importance weights and reduction by functions of one's own, over a micro-batch."""
+        there, totals = micro.responses, self._batch.steps[number].totals
+        if there is None:
+            return None, None
+        by_tokens = self._settings.algorithm.loss_aggregation == "token_mean"
+        count = totals.tokens if by_tokens else totals.sequences
+        masks = list(there.masks)
+
+        def weigh(losses: Tensor, old: Tensor, engine: Tensor) -> tuple[Tensor, Metrics]:
+            done = there.weigh(self._own, losses, old, engine)
+            masks[:] = done.masks
+            return done.loss, done.metrics
+
+        def reduce(losses: Tensor) -> Tensor:
+            return there.reduce(self._own, losses, masks, per_token=by_tokens, count=count)
+
+        chosen = weigh if "tis" in self._own else None
+        return chosen, reduce if "pg_loss_reducer" in self._own else None
+
+    def _loss_of_function(
+        self, micro: MicroBatch, *, with_log_probs: bool
+    ) -> tuple[LossOutputs, Tensor | None]:
+        """The loss by a function of one's own, and the log-probs of trained tokens if asked for."""
+        logits, there = self._policy.logits(micro.packed), micro.responses
+        log_probs = None
+        if with_log_probs:
+            rows = logits.detach().index_select(0, micro.rows)
+            log_probs = token_log_probs(rows, micro.pick("targets"), self._settings.temperature)[0]
+        if there is None:
+            # Every rank enters the collectives of backward.
+            return LossOutputs(
+                logits.sum() * 0.0, Metrics({"loss": logits.new_zeros(())})
+            ), log_probs
+        given = micro.told()
+        given["tokens"] = micro.packed.input_ids[None]
+        given["unconcat_tokens"] = there.tokens
+        given["advantages"] = there.each(micro.advantages)
+        given.setdefault("returns", given["advantages"])
+        loss, found = self._own.loss(given, logits[None], there.mean)
+        sums = {
+            name: torch.as_tensor(value, dtype=torch.float32, device=loss.device).detach()
+            for name, value in found.items()
+        }
+        return LossOutputs(loss, Metrics(sums | {"loss": loss.detach()})), log_probs
+
+    def _complete(self, metrics: Metrics) -> Metrics:
+        """The same names on all ranks, where a function of one's own names them and some ranks had
+        no samples to call it with.
+        """
+        if not self._own.see_tokens:
+            return metrics
+        names: list[list[str]] = [[]] * dist.get_world_size()
+        dist.all_gather_object(names, list(metrics.means))
+        zero = next(iter(metrics.means.values())).new_zeros(())
+        return Metrics(
+            {name: zero for one in names for name in one} | metrics.means, metrics.maxima
+        )
 
     def _critic_forward_backward(self, step: Sequence[MicroBatch]) -> Scalars:
         """The critic's gradients of the step, and its metrics over all ranks; none without one."""

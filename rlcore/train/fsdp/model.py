@@ -47,18 +47,18 @@ class Policy(nn.Module):
         position_ids: Tensor,
         layout: SequenceLayout,
         rows: Tensor,
-        targets: Tensor,
+        targets: Tensor | None,
         temperature: float,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
         """Log-probs and entropies of the next token at some positions of a packed micro-batch.
 
         Args:
             input_ids, position_ids: [T], sequences end to end.
             rows: int64 [M], the positions to answer.
-            targets: int64 [M], the next token of each.
+            targets: int64 [M], the next token of each; None: all logits are asked for.
 
         Returns:
-            Log-probs [M] and entropies [M], float32.
+            Log-probs [M] and entropies [M], float32; or logits [M, V], float32, and None.
         """
         decoded = self.lm.base_model(
             input_ids=input_ids[None],
@@ -68,6 +68,8 @@ class Policy(nn.Module):
         )
         hidden = decoded.last_hidden_state[0].index_select(0, rows)
         weight = self.lm.get_output_embeddings().weight
+        if targets is None:
+            return (hidden @ weight.t()).float(), None
         return chunked_log_probs(hidden, weight, targets, temperature)
 
     def score(self, batch: PackedBatch, rows: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
@@ -78,6 +80,13 @@ class Policy(nn.Module):
             tuple[Tensor, Tensor],
             self(batch.input_ids, batch.position_ids, layout, rows, targets, temperature),
         )
+
+    def logits(self, batch: PackedBatch) -> Tensor:
+        """Logits [T, V] at all positions of a packed micro-batch, all of them at once."""
+        layout = SequenceLayout.of(batch.lengths, batch.input_ids.device)
+        rows = torch.arange(len(batch.input_ids), device=batch.input_ids.device)
+        found = self(batch.input_ids, batch.position_ids, layout, rows, None, 1.0)
+        return cast(Tensor, found[0])
 
     def weights(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters by their Hugging Face names; one that is tied comes once."""

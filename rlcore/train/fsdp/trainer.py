@@ -18,7 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from rlcore.algorithms.aggregate import Totals
 from rlcore.algorithms.packing import TrainSequence, pack
 from rlcore.config.tree import AlgorithmConfig, TrainConfig
-from rlcore.errors import ConfigError, TrainError
+from rlcore.errors import ConfigError, PluginError, TrainError
+from rlcore.train.custom import Functions
 from rlcore.train.fsdp import state
 from rlcore.train.fsdp.critic import TrainedCritic, load_critic
 from rlcore.train.fsdp.loop import BatchLoop, LoopSettings, Models
@@ -161,7 +162,7 @@ class FsdpTrainer:
         self.dirty = True
         try:
             metrics = loop.run()
-        except TrainError:
+        except (TrainError, PluginError):
             self.dirty = loop.stepped
             raise
         self.loaded, self.dirty = new_state_id, False
@@ -205,7 +206,8 @@ class FsdpTrainer:
             reference=self._reference,
             teacher=self._teacher if algorithm.opd_teacher_load else None,
         )
-        return BatchLoop(models, settings, batch)
+        # Before anything is begun: a function that cannot be loaded leaves all as it is.
+        return BatchLoop(models, settings, batch, Functions(algorithm, self._temperature))
 
     @torch.no_grad()
     def log_probs(self, sequences: list[list[int]]) -> list[list[float]]:

@@ -45,6 +45,22 @@ TWO_STEPS = {"train": {"num_steps_per_rollout": 2, "global_batch_size": 128}}
             ("algorithm.kl_coef = 0.1", "algorithm.use_kl_loss", "twice"),
         ),
         ({"use_opd": True}, ("algorithm.use_opd", "opd_teacher_load", "rollout.teacher_url")),
+        (
+            {"custom_tis_function_path": "m.f"},
+            ("algorithm.custom_tis_function_path", "algorithm.use_tis = true"),
+        ),
+        (
+            {"custom_loss_function_path": "m.f", "use_tis": True},
+            ("algorithm.use_tis", "algorithm.custom_loss_function_path replaces"),
+        ),
+        (
+            {
+                "custom_pg_loss_reducer_function_path": "m.f",
+                "loss_aggregation": "constant",
+                "loss_divisor": 9,
+            },
+            ("algorithm.loss_divisor", "algorithm.custom_pg_loss_reducer_function_path"),
+        ),
         ({"opd_teacher_load": "/t"}, ("algorithm.use_opd", "algorithm.opd_teacher_load")),
         ({"use_unbiased_kl": True}, ("algorithm.use_unbiased_kl", "algorithm.use_kl_loss")),
         ({"loss_aggregation": "constant"}, ("algorithm.loss_divisor", "both or neither")),
@@ -118,3 +134,13 @@ def test_a_reference_is_made_where_a_divergence_from_it_is_asked_for() -> None:
     assert not AlgorithmConfig().needs_reference
     assert AlgorithmConfig(use_kl_loss=True, kl_loss_coef=0.0).needs_reference
     assert AlgorithmConfig(advantage_estimator="reinforce_plus_plus", kl_coef=0.01).needs_reference
+
+
+def test_functions_of_one_s_own_take_the_place_of_what_they_replace() -> None:
+    post = AlgorithmConfig(custom_reward_post_process_path="m.f")
+    assert not post.group_baseline and not post.group_std
+    single = {"rollout": {"n_samples_per_prompt": 1, "rollout_batch_size": 256}}
+    assert built({"custom_reward_post_process_path": "m.f"}, **single)
+    assert built({"custom_advantage_function_path": "m.f", "kl_coef": 0.1, "gamma": 0.9})
+    for name in ("custom_advantage_function_path", "custom_loss_function_path"):
+        assert AlgorithmConfig(**{name: "m.f"}).needs_old_ahead

@@ -220,6 +220,22 @@ def test_the_json_has_the_keys_that_the_page_says(written: Path, stored: Path) -
     assert keys_of("show", "r") == {k for row in rows for k in re.findall(r"`(\w+)`", row)}
 
 
+def test_the_functions_of_the_trainer_keep_their_contract(written: Path) -> None:
+    from rlcore.plugin_check import check_plugin
+
+    algorithm = load_config(written / "training.toml").algorithm
+    assert algorithm.custom_pg_loss_reducer_function_path
+    for name, kind in {
+        "ranks": "reward_post_process",
+        "fading": "advantage",
+        "no_strangers": "tis",
+        "over_a_constant": "pg_loss_reducer",
+        "cross_entropy": "loss",
+    }.items():
+        found = check_plugin(f"{written}/training.py:{name}", kind)  # type: ignore[arg-type]
+        assert [one for one in found if one.problem] == []
+
+
 async def test_the_rollout_functions_of_the_page_make_a_batch(
     written: Path, engine: tuple[str, Path]
 ) -> None:

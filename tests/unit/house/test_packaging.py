@@ -19,6 +19,7 @@ BROUGHT_ALONG = {
     "aiohttp": "s3fs",
     "botocore": "s3fs",
     "megatron": "megatron-core",
+    "mlflow": "mlflow-skinny",
     "pydantic_core": "pydantic",
     "starlette": "fastapi",
     "tokenizers": "transformers",

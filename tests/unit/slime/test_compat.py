@@ -115,7 +115,7 @@ def test_args_have_slime_s_names_and_what_is_so_here(compat: None) -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("custom_loss_function_path", "no counterpart"),
+        ("custom_model_provider_path", "no counterpart"),
         ("rollout_max_respons_len", "did you mean 'rollout_max_response_len'"),
         ("num_gpus_per_node", "Ray knows"),
         ("sglang_router_ip", "where engines are"),
@@ -143,6 +143,7 @@ def test_every_setting_of_the_table_is_an_attribute() -> None:
         ("filters.py:newest_first", "buffer_filter"),
         ("filters.py:look", "all_samples"),
         ("own_rollout.py:generate_rollout", "rollout"),
+        ("mismatch.py:sequence_weights", "tis"),
     ],
 )
 def test_check_plugin_takes_them(compat: None, name: str, kind: Kind) -> None:

@@ -205,8 +205,8 @@ def test_what_has_no_place_is_refused_with_the_nearest_thing(more: str, said: st
 
 
 def test_all_refusals_are_told_at_once() -> None:
-    told = refusals("--use-wandb --use-opsm stray --foo").splitlines()
-    assert [line.split(":")[0] for line in told[:2]] == ["--use-wandb", "--use-opsm stray"]
+    told = refusals("--wandb-key k --use-opsm stray --foo").splitlines()
+    assert [line.split(":")[0] for line in told[:2]] == ["--wandb-key k", "--use-opsm stray"]
     assert len(told) == 4
 
 
@@ -230,9 +230,35 @@ def test_functions_are_taken_as_slime_s() -> None:
     assert config.compat.slime and config.algorithm.tis_mode == "mask"
     typed = SHORTEST.replace("--custom-rm-path rm.py:f", "--rm-type math")
     assert not config_of(typed).compat.slime
-    assert "tis_mode" in refusals(f"{SHORTEST} --use-tis --custom-tis-function-path my.mis")
 
 
 def test_rollouts_without_training_are_a_mode() -> None:
     assert config_of(f"{SHORTEST} --debug-rollout-only").run.mode == "debug-rollout-only"
     assert config_of(SHORTEST).run.mode == "sync"
+
+
+def test_wandb_is_a_tracker() -> None:
+    more = "--use-wandb --wandb-project p --wandb-team t --wandb-group g --wandb-mode offline"
+    tracking = config_of(f"{SHORTEST} {more} --disable-wandb-random-suffix").tracking
+    assert tracking.wandb and tracking.wandb_mode == "offline"
+    assert (tracking.wandb_project, tracking.wandb_entity, tracking.wandb_group) == ("p", "t", "g")
+    assert "WANDB_API_KEY" in refusals(f"{SHORTEST} --use-wandb --wandb-key secret")
+
+
+def test_functions_of_the_trainer_are_settings() -> None:
+    more = (
+        "--use-tis --custom-tis-function-path my.mis --custom-advantage-function-path my.credit "
+        "--custom-pg-loss-reducer-function-path my.reduce --custom-reward-post-process-path my.post"
+    )
+    config = config_of(f"{SHORTEST.replace('rm.py:f', 'rm.f')} {more}")
+    algorithm = config.algorithm
+    assert config.compat.slime and algorithm.tis_mode == "clip"
+    assert algorithm.custom_tis_function_path == "my.mis"
+    assert algorithm.custom_advantage_function_path == "my.credit"
+    assert algorithm.custom_pg_loss_reducer_function_path == "my.reduce"
+    assert algorithm.custom_reward_post_process_path == "my.post"
+    own = "--loss-type custom_loss --custom-loss-function-path my.loss"
+    assert config_of(f"{SHORTEST} {own}").algorithm.custom_loss_function_path == "my.loss"
+    assert "belong together" in refusals(f"{SHORTEST} --loss-type custom_loss")
+    assert "policy_loss or custom_loss" in refusals(f"{SHORTEST} --loss-type sft_loss")
+    assert translate(shlex.split(f"{SHORTEST} --custom-tis-function-path my.mis")).notes

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from stored_batches import Stored
 
-from rlcore.errors import DataError
+from rlcore.config.tree import AlgorithmConfig
+from rlcore.errors import DataError, PluginError
 from rlcore.sample import Sample, Status
 from rlcore.store.objects import Objects
 from rlcore.train.trainer import TrainBatch
@@ -141,3 +142,38 @@ def test_what_a_teacher_says_comes_along_where_all_samples_have_it(tmp_path: Pat
     some = Stored(tmp_path / "some", samples).load()
     assert not some.teacher_log_probs
     assert some.steps[0].micro_batches[0][0].teacher_log_probs is None
+
+
+def test_a_function_makes_advantages_of_the_rewards_of_what_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "def ranks(args, samples):\n"
+        "    assert all(s.prompt_id and s.tokens for s in samples)\n"
+        "    raw = [s.get_reward_value(None) for s in samples]\n"
+        "    return raw, [s.index + 100 * r for s, r in zip(samples, raw)]\n"
+        "def short(args, samples):\n"
+        "    return [0.0], [0.0]\n"
+        "def nothing(args, samples):\n"
+        "    return [0.0] * len(samples), [float('nan')] * len(samples)\n"
+    )
+    samples = make_samples()
+    samples[4] = replace(samples[4], remove_sample=True)
+    rewards: list[float | None] = [float(i % 3) for i in range(12)]
+    rewards[7] = None
+    keep = [i != 2 for i in range(12)]
+    stored = Stored(tmp_path / "store", samples, rewards=rewards, keep=keep)
+
+    def load(name: str) -> TrainBatch:
+        spec = f"{tmp_path}/mine.py:{name}"
+        return stored.load(algorithm=AlgorithmConfig(custom_reward_post_process_path=spec))
+
+    found = {
+        int(s.tokens[0]) - 2: s.advantages
+        for step in load("ranks").steps
+        for micro in step.micro_batches
+        for s in micro
+    }
+    assert found == {i: i + 100 * (i % 3) for i in range(12) if i not in (2, 4, 7)}
+    with pytest.raises(PluginError, match=r"post_process_path = .* returned 1 numbers; .* 10 rew"):
+        load("short")
+    with pytest.raises(PluginError, match="returned nan for sample 0"):
+        load("nothing")
