@@ -62,7 +62,21 @@ async def rollout_only(run: Run, run_id: str, i: int) -> Stages:
     return {"rollout": batch, "reward": scores, "filter": chosen}
 
 
+async def train_only(run: Run, run_id: str, i: int) -> Stages:
+    """Take the batch of another run, train; checkpoint when due. There are no engines."""
+    stored = run.stored_batch(i)
+    batch = await rollout(run_id, i, taken=stored["rollout"])
+    scores = await reward(run_id, i, rollout=batch, taken=stored["reward"])
+    chosen = await select(run_id, i, rollout=batch, reward=scores, taken=stored["filter"])
+    state = await train(run_id, i, rollout=batch, reward=scores, filter=chosen)
+    stages: Stages = {"rollout": batch, "reward": scores, "filter": chosen, "train": state}
+    if run.checkpoint_due(i):
+        stages["checkpoint"] = await checkpoint(run_id, i, train=state)
+    return stages
+
+
 MODES: dict[str, Callable[[Run, str, int], Awaitable[Stages]]] = {
     "sync": synchronous,
     "debug-rollout-only": rollout_only,
+    "debug-train-only": train_only,
 }

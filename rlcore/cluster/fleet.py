@@ -104,6 +104,8 @@ class Fleet:
         Args:
             refill: gives weights to engines that were started again.
         """
+        if not self._config.generates:
+            return
         if self._watching is not None:
             self._watching.cancel()
         self._watching = asyncio.ensure_future(self._watch(refill))
@@ -120,7 +122,7 @@ class Fleet:
     @property
     def engine_restarts(self) -> int:
         """How often an engine was started again since the last iteration was committed."""
-        return self._actors.engines.restarts
+        return self._actors.engines.restarts if self._config.generates else 0
 
     @property
     def trainer_is_lost(self) -> bool:
@@ -148,10 +150,11 @@ class Fleet:
             How often actors had to be started again in it.
         """
         counts = {
-            "cluster/engine_restarts": float(self._actors.engines.restarts),
+            "cluster/engine_restarts": float(self.engine_restarts),
             "cluster/trainer_restarts": float(self._actors.trainer_restarts),
         }
-        self._actors.engines.progressed()
+        if self._config.generates:
+            self._actors.engines.progressed()
         self._actors.trainer_restarts = 0
         return counts
 

@@ -17,6 +17,7 @@ NOT_COMPUTED = frozenset({"storage", "cluster", "tracking"})
 
 NEWER: tuple[tuple[str, str, Any], ...] = (
     ("run", "mode", "sync"),
+    ("run", "train_from", ""),
     ("compat", "slime", False),
     ("compat", "args", {}),
 )

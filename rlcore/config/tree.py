@@ -34,6 +34,11 @@ from rlcore.config.section import PositiveInt as PositiveInt
 from rlcore.config.section import Scalar as Scalar
 from rlcore.config.section import Section as Section
 
+WITHOUT_TRAINER = frozenset({"debug-rollout-only"})
+"""Modes in which nothing is trained."""
+WITHOUT_ENGINES = frozenset({"debug-train-only"})
+"""Modes in which nothing is generated."""
+
 
 class RunSection(Section):
     """Identity of the run."""
@@ -44,12 +49,23 @@ class RunSection(Section):
 
     id: Annotated[str, Field(pattern=r"^([a-z0-9][a-z0-9._-]{0,79})?$")] = ""
     """Name of the run: lower-case letters, digits, '.', '_', '-'. Empty: one is made up."""
-    mode: Literal["sync", "debug-rollout-only"] = "sync"
-    """`debug-rollout-only`: no trainer, the starting model's rollouts are scored and filtered."""
+    mode: Literal["sync", "debug-rollout-only", "debug-train-only"] = "sync"
+    """Which stages an iteration has, and which actors the run; see docs/modes.md."""
+    train_from: Annotated[str, Field(pattern=r"^([a-z0-9][a-z0-9._-]{0,79})?$")] = ""
+    """A run of the same root whose stored batches `debug-train-only` trains on."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """Seeds shuffling, sampling and initialisation."""
     max_attempts: PositiveInt = 3
     """How often a deployed run may crash at one iteration before it counts as failed."""
+
+    @model_validator(mode="after")
+    def _batches_have_a_source(self) -> "RunSection":
+        if (self.mode == "debug-train-only") != bool(self.train_from):
+            raise ValueError(
+                "run.mode = 'debug-train-only' and run.train_from, the run whose batches are "
+                "trained on, belong together: give both or neither"
+            )
+        return self
 
 
 class ModelConfig(Section):
@@ -349,7 +365,12 @@ class RunConfig(Section):
     @property
     def trains(self) -> bool:
         """Whether the run has a trainer."""
-        return self.run.mode != "debug-rollout-only"
+        return self.run.mode not in WITHOUT_TRAINER
+
+    @property
+    def generates(self) -> bool:
+        """Whether the run has engines."""
+        return self.run.mode not in WITHOUT_ENGINES
 
     @property
     def num_engines(self) -> int:

@@ -415,16 +415,19 @@ LOGGERS = (
     Argument("tb-experiment-name", "str", Setting("run.id")),
 )
 
-RERUN = "a stored rollout is trained on again by `sluice rerun RUN --iter N --stage train`"
+RERUN = (
+    "whole batches of a stored run are trained on by run.train_from, and one of them again by "
+    "`sluice rerun RUN --iter N --stage train`"
+)
 DEBUG = (
     Argument("save-debug-rollout-data", "str", Held(IN_STORE)),
-    Argument("load-debug-rollout-data", "str", Refused(RERUN)),
+    Argument("load-debug-rollout-data", "str", Setting("run.train_from", convert.stored_run)),
     Argument("load-forge-rollout-data", "str", Refused(RERUN)),
     Argument("load-debug-rollout-data-subsample", "float", Refused(RERUN)),
     Argument("save-debug-train-data", "str", Held(IN_STORE)),
     Argument("dump-details", "str", Held(IN_STORE)),
     flag("debug-rollout-only", Setting("run.mode", convert.rollout_only)),
-    flag("debug-train-only", Refused(RERUN)),
+    flag("debug-train-only", Setting("run.mode", convert.train_only)),
     Argument("memory-snapshot-dir", "str", Refused("attach a profiler to the trainer's process")),
     Argument(
         "memory-snapshot-num-steps", "int", Refused("attach a profiler to the trainer's process")

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlcore.config.load import put
+from rlcore.config.tree import WITHOUT_ENGINES
 from rlcore.errors import ConfigError
 from rlcore.slime.convert import BUILT_IN_FILTERS
 from rlcore.slime.megatron import OPTIONS
@@ -177,7 +178,8 @@ def join(given: dict[str, Any], done: Translation) -> None:
     for name in ("hf-checkpoint", "prompt-data", "num-rollout", "rollout-batch-size"):
         if name not in given:
             raise ConfigError(f"--{name} is missing")
-    if "rollout-max-response-len" not in given:
+    _mode(given, done)
+    if "rollout-max-response-len" not in given and _generates(done):
         raise ConfigError("--rollout-max-response-len is missing: slime has no default for it")
     _defaults(given, done)
     _batches(given, done)
@@ -186,6 +188,21 @@ def join(given: dict[str, Any], done: Translation) -> None:
     _functions(given, done)
     _algorithm(given, done)
     _evaluation(given, done)
+
+
+def _mode(given: dict[str, Any], done: Translation) -> None:
+    if "debug-rollout-only" in given and "debug-train-only" in given:
+        raise ConfigError("--debug-rollout-only and --debug-train-only leave nothing to do")
+    if "load-debug-rollout-data" in given:
+        _set(done, "run.mode", "debug-train-only")
+    elif "debug-train-only" in given:
+        raise ConfigError(
+            "--debug-train-only: name the stored run to train on by --load-debug-rollout-data RUN"
+        )
+
+
+def _generates(done: Translation) -> bool:
+    return done.tree.get("run", {}).get("mode") not in WITHOUT_ENGINES
 
 
 def _set(done: Translation, key: str, value: Any) -> None:
@@ -246,9 +263,10 @@ def _cluster(given: dict[str, Any], done: Translation) -> None:
     if given.get("colocate"):
         _set(done, "cluster.colocate", True)
         engines = engines or trainers
-    if engines is None:
+    if engines is None and _generates(done):
         raise ConfigError("--rollout-num-gpus is missing: without --colocate it has no default")
-    _set(done, "cluster.rollout_num_gpus", engines)
+    if engines is not None:
+        _set(done, "cluster.rollout_num_gpus", engines)
 
 
 def _store(given: dict[str, Any], done: Translation) -> None:
@@ -328,11 +346,12 @@ def _evaluation(given: dict[str, Any], done: Translation) -> None:
             "temperature": given.get("eval-temperature", given.get("rollout-temperature", 1.0)),
             "top_p": given.get("eval-top-p", given.get("rollout-top-p", 1.0)),
             "max_response_len": given.get(
-                "eval-max-response-len", given["rollout-max-response-len"]
+                "eval-max-response-len", given.get("rollout-max-response-len")
             ),
             **own,
         }
         for name, path in zip(pairs[::2], pairs[1::2], strict=True)
     ]
     if datasets and "eval-config" not in given:
-        _set(done, "eval.datasets", datasets)
+        said = [{k: v for k, v in one.items() if v is not None} for one in datasets]
+        _set(done, "eval.datasets", said)

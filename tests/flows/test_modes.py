@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from real_runs import Sluice, kill_tree, short, wait_for
-from run_processes import is_actor, pids
+from run_processes import is_actor, is_engine, pids
 
 from rlcore.rollout.stored import read_rollout
 from rlcore.store.manifest import StageRef
@@ -13,6 +13,7 @@ from rlcore.store.objects import Objects
 from rlcore.store.run_store import RunStore
 
 ROLLOUT_ONLY = ("--set", "run.mode=debug-rollout-only")
+TRAIN_ONLY = ("--set", "run.mode=debug-train-only", "--set", "run.train_from=whole")
 STAGES = {"rollout", "reward", "filter"}
 
 
@@ -60,3 +61,32 @@ def test_a_killed_rollout_only_run_makes_the_same_rollouts(sluice: Sluice, tmp_p
     assert sluice.json("verify", "hurt")["ok"]
     for i in range(4):
         assert stored(sluice, "hurt", i) == stored(sluice, "calm", i)
+
+
+@pytest.mark.slow
+def test_stored_batches_train_the_same_model_without_engines(
+    sluice: Sluice, tmp_path: Path
+) -> None:
+    path = str(short(tmp_path, 3))
+    sluice("train", path, "--run-id", "whole")
+    process = sluice.start("train", path, "--run-id", "again", *TRAIN_ONLY)
+    wait_for(sluice.committed("again", 0).exists)
+    assert pids(process, is_actor("TrainerActor"))
+    others = (is_engine, is_actor("EngineActor"), is_actor("RolloutActor"))
+    assert not [pid for which in others for pid in pids(process, which)]
+    kill_tree(process.pid)
+    process.communicate()
+    sluice("resume", "again")
+
+    whole, again = sluice.json("show", "whole"), sluice.json("show", "again")
+    assert again["state_sha256"] == whole["state_sha256"]
+    assert [m["reward"] for m in again["metrics"]] == [m["reward"] for m in whole["metrics"]]
+    stages = list(sluice.json("show", "again", "--iter", "2")["stages"])
+    assert stages == ["rollout", "reward", "filter", "train", "checkpoint"]
+    assert sluice.json("verify", "again")["ok"]
+
+    longer = ("--set", "train.num_iterations=4")
+    said = sluice("train", path, "--run-id", "longer", *TRAIN_ONLY, *longer, code=2)
+    assert "that run has 3 committed iterations" in said
+    said = sluice("train", path, "--run-id", "b", *TRAIN_ONLY[:3], "run.train_from=nobody", code=2)
+    assert "run.train_from: run nobody is not under" in said

@@ -8,6 +8,7 @@ import difflib
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from rlcore.config.tree import WITHOUT_ENGINES
 from rlcore.slime import convert
 from rlcore.slime.megatron import OPTIONS
 from rlcore.slime.rules import Argument, Held, Joined, Refused, Setting, same
@@ -19,6 +20,8 @@ BACK: dict[Callable[[Any], Any], Callable[[Any], Any]] = {
     same: same,
     convert.negated: convert.negated,
     convert.rollout_only: lambda mode: mode == "debug-rollout-only",
+    convert.train_only: lambda mode: mode in WITHOUT_ENGINES,
+    convert.stored_run: lambda name: name or None,
     convert.minutes: lambda seconds: seconds / convert.MINUTE_S,
     convert.positive_or_none: lambda value: -1 if value is None else value,
     convert.dynamic_filter: lambda name: next(

@@ -236,3 +236,15 @@ def test_functions_are_taken_as_slime_s() -> None:
 def test_rollouts_without_training_are_a_mode() -> None:
     assert config_of(f"{SHORTEST} --debug-rollout-only").run.mode == "debug-rollout-only"
     assert config_of(SHORTEST).run.mode == "sync"
+
+
+def test_training_on_stored_rollouts_is_a_mode() -> None:
+    bare = SHORTEST.replace("--rollout-max-response-len 64", "").replace("--rollout-num-gpus 2", "")
+    run = config_of(f"{bare} --debug-train-only --load-debug-rollout-data first").run
+    assert (run.mode, run.train_from) == ("debug-train-only", "first")
+    assert config_of(f"{bare} --load-debug-rollout-data first").run == run
+    assert "name the stored run" in refusals(f"{SHORTEST} --debug-train-only")
+    both = f"{SHORTEST} --debug-train-only --debug-rollout-only"
+    assert "leave nothing to do" in refusals(both)
+    file = "/dumps/rollout_{rollout_id}.pt"
+    assert "files of slime are not read" in refusals(f"{SHORTEST} --load-debug-rollout-data {file}")
