@@ -131,8 +131,8 @@ def _check_settings(config: RunConfig, theirs: RunConfig) -> None:
 def check_vocabulary(store: RunStore, config: RunConfig) -> None:
     """The other run's token ids mean the same here.
 
-    Not looked at where this run's model is not built yet. Where the other's model is not to be
-    seen from here, its name counts.
+    Not looked at where this run's model is not built yet. Where one of the tokenizers is not to be
+    seen from here, the names count.
 
     Raises:
         ConfigError: they do not.
@@ -141,9 +141,10 @@ def check_vocabulary(store: RunStore, config: RunConfig) -> None:
     theirs = build_config(other.load_run()["config"]).model
     mine = vocabulary(store.objects, store.origin, config.model)
     known = vocabulary(store.objects, other.origin, theirs)
-    if mine is None:
+    if mine is None and config.model.build:
         return
-    same = mine == known if known is not None else _name(config.model) == _name(theirs)
+    seen = mine is not None and known is not None
+    same = mine == known if seen else _name(config.model) == _name(theirs)
     if not same:
         raise ConfigError(
             f"run.train_from = {other.run_id!r}: the tokenizer of that run "
