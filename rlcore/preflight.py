@@ -11,6 +11,7 @@ from pathlib import Path
 from rlcore.cluster.ray_session import LOCAL, check_head, where_ray_is
 from rlcore.config import ModelConfig, RunConfig
 from rlcore.data.dataset import check_dataset, first_rows
+from rlcore.data.demonstrations import require_demonstration
 from rlcore.errors import (
     ClusterError,
     ConfigError,
@@ -49,6 +50,10 @@ def preflight(config: RunConfig) -> None:
     check_model(config.model)
     if config.run.train_from:
         check_source(open_store(config), config)
+        check_writable(config)
+        return
+    if config.run.mode == "sft":
+        check_dataset(config.data, look=require_demonstration)
         check_writable(config)
         return
     check_data(config)

@@ -251,7 +251,11 @@ class Run:
     # --- generating ahead -------------------------------------------------------------------------
 
     async def generate(self, i: int) -> Work:
-        """The rollout of iteration i: the one begun ahead, else a new one."""
+        """The rollout of iteration i: the one begun ahead, else a new one; where nothing is
+        generated, the next rows of the data set.
+        """
+        if not self.config.generates:
+            return await self.fleet.demonstrate(i, self.cursor_before(i))
         ahead, self._ahead = self._ahead, None
         if ahead is not None and ahead[0] == i:
             return await ahead[1]

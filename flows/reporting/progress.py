@@ -87,10 +87,9 @@ class Progress:
         config = self._config
         run, root = config.run.id, config.storage.root
         facts = {"took": _clock(time.perf_counter() - self._began)}
-        if self._last is not None:
-            facts["reward"] = (
-                f"{self._last.metrics['rollout/raw_reward']:.3f} in the last iteration"
-            )
+        for name, metric in (("reward", "rollout/raw_reward"), ("loss", "train/loss")):
+            if self._last is not None and metric in self._last.metrics and len(facts) == 1:
+                facts[name] = f"{self._last.metrics[metric]:.3f} in the last iteration"
         facts["artifacts"] = f"{root}/runs/{run}"
         if checkpoint := last_checkpoint(root, run):
             facts["model"] = str(checkpoint)

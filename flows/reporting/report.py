@@ -52,7 +52,7 @@ PATIENCE_SHARE = 0.02
 FAILURE_PATIENCE_S = 10.0
 TABLE_ROWS = 50
 SAMPLES_SHOWN = 6
-CURVE = ("iteration", "rollout/raw_reward", "rollout/exact")
+CURVE = ("iteration", "rollout/raw_reward", "rollout/exact", "train/perplexity")
 
 Listener = Callable[[IterationRef, Run], None]
 _listeners: list[Listener] = []

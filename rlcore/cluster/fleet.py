@@ -167,6 +167,10 @@ class Fleet:
         tokens = work.metrics["perf/tokens_per_gpu_per_sec"] * self._config.cluster.rollout_num_gpus
         return work.with_metrics({"perf/tokens_per_s": tokens}, policy_version=version)
 
+    async def demonstrate(self, i: int, cursor: dict[str, Any] | None) -> Work:
+        """The rows after `cursor`, to be learned as they are; there is no policy in it."""
+        return await self._by_worker("rollout", i, cursor, START_VERSION)
+
     def read_ahead(self, rollout: tuple[FileRef, ...]) -> None:
         """Have the trainer, if there is one, read a rollout while others work on it."""
         if self._config.trains and self._actors.is_up("trainer"):

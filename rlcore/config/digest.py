@@ -18,6 +18,8 @@ NOT_COMPUTED = frozenset({"storage", "cluster", "tracking"})
 NEWER: tuple[tuple[str, str, Any], ...] = (
     ("run", "mode", "sync"),
     ("run", "train_from", ""),
+    ("data", "response_key", None),
+    ("algorithm", "loss_type", "policy_loss"),
     ("compat", "slime", False),
     ("compat", "args", {}),
 )

@@ -14,6 +14,10 @@ Url = Annotated[str, Field(json_schema_extra={"sluice_path": "url"})]
 """Address of a server. As of a path, its last name alone is part of a digest: a server may move."""
 
 
+NO_REWARD = "none"
+"""The rm_type of a run whose samples are not scored."""
+
+
 class JudgeConfig(Section):
     """The language model that scores, where reward.rm_type is `judge`."""
 
@@ -108,7 +112,7 @@ class RewardConfig(Section):
                 "give exactly one of reward.rm_type and reward.custom_rm_path"
                 + ('; set the other to ""' if self.rm_type else "")
             )
-        if not self.rm_type:
+        if self.rm_type in ("", NO_REWARD):
             return self
         try:
             name, _ = split_name(self.rm_type)

@@ -11,6 +11,7 @@ BUILT_IN_FILTERS = {
         "nonzero_std_with_fallback"
     ),
 }
+LOSSES = ("policy_loss", "sft_loss")
 SCHEDULES = {"constant": "constant", "linear": "linear", "cosine": "cosine"}
 MINUTE_S = 60.0
 
@@ -57,6 +58,25 @@ def positive_or_none(value: int) -> int | None:
 def dynamic_filter(value: str) -> str:
     """The name of a built-in filter, or a function's path as it is."""
     return BUILT_IN_FILTERS.get(value, value)
+
+
+def loss_type(value: str) -> str:
+    """The loss.
+
+    Raises:
+        ConfigError: it is one's own.
+    """
+    if value not in LOSSES:
+        raise ConfigError(
+            f"--loss-type {value}: algorithm.loss_type has {', '.join(LOSSES)}; change "
+            "rlcore/algorithms/losses.py for another"
+        )
+    return value
+
+
+def without_advantages(value: bool) -> str:
+    """The loss of whoever computes none."""
+    return LOSSES[value]
 
 
 def schedule(value: str) -> str:

@@ -219,7 +219,11 @@ DATA = (
 )
 
 ROLLOUT = (
-    Argument("rollout-function-path", "str", Joined("rollout.custom_rollout_function_path")),
+    Argument(
+        "rollout-function-path",
+        "str",
+        Joined("rollout.custom_rollout_function_path", "slime's `sft_rollout` is `run.mode`"),
+    ),
     Argument("rollout-temperature", "float", Setting("rollout.temperature")),
     Argument("rollout-top-p", "float", Setting("rollout.top_p")),
     Argument("rollout-top-k", "int", Setting("rollout.top_k")),
@@ -276,7 +280,11 @@ ROLLOUT = (
     Argument("fetch-trajectory-retry-times", "int", Refused("there is no external buffer")),
     Argument("min-batch-collection-ratio", "float", Refused("there is no external buffer")),
     Argument("rollout-task-type", "str", Refused("there is no external buffer")),
-    Argument("loss-mask-type", "str", Refused("it is for SFT, which does not exist yet")),
+    Argument(
+        "loss-mask-type",
+        "str",
+        Held("the trained tokens of a conversation are found by whatever chat template it has"),
+    ),
     Argument("data-pad-size-multiplier", "int", Held("packed sequences need no padding")),
     Argument("rollout-sample-filter-path", "str", Setting("rollout.rollout_sample_filter_path")),
     Argument(
@@ -315,11 +323,12 @@ ALGORITHM = (
     Argument("num-critic-only-steps", "int", Setting("algorithm.num_critic_only_steps")),
     Argument("megatron-config-path", "str", Refused(MOVES_WITH_MEGATRON)),
     Argument("kl-coef", "float", Setting("algorithm.kl_coef")),
-    Argument("loss-type", "str", Held("the policy loss", ("policy_loss",))),
+    Argument("loss-type", "str", Setting("algorithm.loss_type", convert.loss_type)),
     Argument("custom-loss-function-path", "str", Refused("change rlcore/algorithms/losses.py")),
     Argument("kl-loss-type", "str", Setting("algorithm.kl_loss_type")),
     flag(
-        "disable-compute-advantages-and-returns", Refused("it is for SFT, which does not exist yet")
+        "disable-compute-advantages-and-returns",
+        Setting("algorithm.loss_type", convert.without_advantages),
     ),
     Argument(
         "custom-advantage-function-path", "str", Refused("change rlcore/algorithms/advantages.py")

@@ -26,6 +26,7 @@ EVAL_SETTINGS = (
 )
 """Arguments that are settings of each evaluation set, of the same name."""
 BUILT_IN_ROLLOUT = "slime.rollout.sglang_rollout.generate_rollout"
+SFT_ROLLOUT = "slime.rollout.sft_rollout.generate_rollout"
 ICEPOP = "slime.backends.megatron_utils.loss.icepop_function"
 PLUGINS = (
     "buffer-filter-path",
@@ -193,11 +194,22 @@ def join(given: dict[str, Any], done: Translation) -> None:
 def _mode(given: dict[str, Any], done: Translation) -> None:
     if "debug-rollout-only" in given and "debug-train-only" in given:
         raise ConfigError("--debug-rollout-only and --debug-train-only leave nothing to do")
-    if "load-debug-rollout-data" in given:
+    learns = given.get("rollout-function-path") == SFT_ROLLOUT
+    if learns != (given.get("loss-type") == "sft_loss"):
+        raise ConfigError(
+            f"--rollout-function-path {SFT_ROLLOUT} and --loss-type sft_loss belong together: "
+            "give both or neither"
+        )
+    if "disable-compute-advantages-and-returns" in given and not learns:
+        raise ConfigError("--disable-compute-advantages-and-returns: the policy loss needs them")
+    if learns:
+        _set(done, "run.mode", "sft")
+    elif "load-debug-rollout-data" in given:
         _set(done, "run.mode", "debug-train-only")
     elif "debug-train-only" in given:
         raise ConfigError(
-            "--debug-train-only: name the stored run to train on by --load-debug-rollout-data RUN"
+            "--debug-train-only: name the stored run to train on by --load-debug-rollout-data RUN, "
+            f"or learn a data set by --rollout-function-path {SFT_ROLLOUT}"
         )
 
 
@@ -282,7 +294,7 @@ def _store(given: dict[str, Any], done: Translation) -> None:
 
 def _functions(given: dict[str, Any], done: Translation) -> None:
     path = given.get("rollout-function-path", BUILT_IN_ROLLOUT)
-    if path != BUILT_IN_ROLLOUT:
+    if path not in (BUILT_IN_ROLLOUT, SFT_ROLLOUT):
         _set(done, "rollout.custom_rollout_function_path", path)
     if "custom-rm-path" in given:
         _set(done, "reward.custom_rm_path", given["custom-rm-path"])
@@ -292,7 +304,7 @@ def _functions(given: dict[str, Any], done: Translation) -> None:
     elif "rm-type" in given:
         _set(done, "reward.rm_type", given["rm-type"])
 
-    built_in = {BUILT_IN_ROLLOUT, *BUILT_IN_FILTERS}
+    built_in = {BUILT_IN_ROLLOUT, SFT_ROLLOUT, *BUILT_IN_FILTERS}
     if any(given[name] not in built_in for name in PLUGINS if name in given):
         _set(done, "compat.slime", True)
 

@@ -28,6 +28,8 @@ BACK: dict[Callable[[Any], Any], Callable[[Any], Any]] = {
         (slime for slime, ours in convert.BUILT_IN_FILTERS.items() if ours == name), name
     ),
     convert.schedule: same,
+    convert.loss_type: same,
+    convert.without_advantages: lambda name: name == "sft_loss",
     convert.scalars: same,
     float: same,
 }

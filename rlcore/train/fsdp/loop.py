@@ -29,8 +29,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlcore.algorithms.aggregate import constant_scale
+from rlcore.algorithms.demonstrations import Demonstrations, cross_entropy, perplexity
 from rlcore.algorithms.losses import (
     LossInputs,
+    LossOutputs,
     PolicyLossSettings,
     Surrogate,
     effective_share,
@@ -152,7 +154,8 @@ class BatchLoop:
         )
         # A policy that is not trained is passed through all the same: its gap to the engine shows.
         several = len(batch.steps) > 1 or self._critic_only
-        ahead = several or settings.algorithm.needs_old_ahead
+        self._supervised = settings.algorithm.loss_type == "sft_loss"
+        ahead = (several and not self._supervised) or settings.algorithm.needs_old_ahead
         self._old_ahead = ahead and not self._old_from_rollout
         self._check_rollout_log_probs()
 
@@ -258,35 +261,46 @@ class BatchLoop:
     def _forward_backward(self, number: int, step: Sequence[MicroBatch]) -> Scalars:
         """Gradients of the step on the parameters; its metrics over all ranks."""
         scale, parts = self._scale(number), []
-        world, settings = dist.get_world_size(), self._settings.loss
-        with_rollout = settings.sampling is not None
+        world = dist.get_world_size()
         for micro in step:
             log_probs, entropy = self._policy.score(
                 micro.packed, micro.rows, self._settings.temperature
             )
-            inputs = LossInputs(
-                log_probs=log_probs,
-                advantages=micro.advantages,
-                mask=micro.pick("loss_mask"),
-                weights=micro.pick("loss_weights"),
-                old_log_probs=micro.old,
-                ref_log_probs=micro.ref,
-                entropy=entropy,
-                rollout_log_probs=micro.pick("rollout_log_probs") if with_rollout else None,
-                lengths=micro.lengths,
-            )
-            out = policy_loss(inputs, settings)
+            out = self._loss(micro, log_probs, entropy)
             (out.loss * (world * scale)).backward()
             parts.append(out.metrics)
             for name, values in (("kl", micro.kl), ("opd_reverse_kl", micro.behind)):
                 if values is not None:
-                    mean = (masked(values, inputs.mask) * inputs.weights).sum()
+                    trained = masked(values, micro.pick("loss_mask"))
+                    mean = (trained * micro.pick("loss_weights")).sum()
                     parts.append(Metrics({name: mean}))
             # The policy of later steps has moved: only that of the first is the engine's.
             if number == 0 and not self._old_ahead and self._batch.rollout_log_probs:
                 parts.append(self._gap(micro, log_probs))
         metrics = _over_ranks(merge_metrics(parts))
+        if self._supervised:
+            metrics["perplexity"] = perplexity(metrics["loss"])
         return metrics | {"loss": metrics["loss"] * scale}
+
+    def _loss(self, micro: MicroBatch, log_probs: Tensor, entropy: Tensor) -> LossOutputs:
+        """The loss of a micro-batch."""
+        mask, weights = micro.pick("loss_mask"), micro.pick("loss_weights")
+        if self._supervised:
+            return cross_entropy(Demonstrations(log_probs, mask, weights, entropy))
+        settings = self._settings.loss
+        sampled = settings.sampling is not None
+        inputs = LossInputs(
+            log_probs=log_probs,
+            advantages=micro.advantages,
+            mask=mask,
+            weights=weights,
+            old_log_probs=micro.old,
+            ref_log_probs=micro.ref,
+            entropy=entropy,
+            rollout_log_probs=micro.pick("rollout_log_probs") if sampled else None,
+            lengths=micro.lengths,
+        )
+        return policy_loss(inputs, settings)
 
     def _critic_forward_backward(self, step: Sequence[MicroBatch]) -> Scalars:
         """The critic's gradients of the step, and its metrics over all ranks; none without one."""

@@ -10,6 +10,7 @@ from flows.commands.slime import lines
 from rlcore.config import RunConfig, build_config, load_config
 from rlcore.config.load import resolve_paths
 from rlcore.errors import ConfigError
+from rlcore.slime.compat.attributes import slime_args
 from rlcore.slime.megatron import OPTIONS
 from rlcore.slime.rules import Joined, Setting
 from rlcore.slime.table import BY_NAME, GROUPS
@@ -248,3 +249,25 @@ def test_training_on_stored_rollouts_is_a_mode() -> None:
     assert "leave nothing to do" in refusals(both)
     file = "/dumps/rollout_{rollout_id}.pt"
     assert "files of slime are not read" in refusals(f"{SHORTEST} --load-debug-rollout-data {file}")
+
+
+def test_learning_a_data_set_is_a_mode() -> None:
+    sft = "slime.rollout.sft_rollout.generate_rollout"
+    line = (
+        "--hf-checkpoint /m --prompt-data /chats.parquet --input-key messages --tool-key tools "
+        f"--num-rollout 9 --rollout-batch-size 128 --global-batch-size 128 --rollout-shuffle "
+        f"--rollout-function-path {sft} --loss-type sft_loss --calculate-per-token-loss "
+        "--disable-compute-advantages-and-returns --debug-train-only --loss-mask-type qwen3 "
+        "--lr 1e-5 --lr-decay-style cosine --min-lr 1e-6 --lr-warmup-fraction 0.1"
+    )
+    config = config_of(line)
+    assert (config.run.mode, config.algorithm.loss_type) == ("sft", "sft_loss")
+    assert (config.data.input_key, config.rollout.n_samples_per_prompt) == ("messages", 1)
+    assert (config.reward.rm_type, config.compat.slime) == ("none", False)
+    assert config.algorithm.loss_aggregation == "token_mean"
+    assert slime_args(config.model_dump(mode="json"))["loss_type"] == "sft_loss"
+    assert "belong together" in refusals(line.replace("--loss-type sft_loss", ""))
+    assert "the policy loss needs them" in refusals(
+        f"{SHORTEST} --disable-compute-advantages-and-returns"
+    )
+    assert "has policy_loss, sft_loss" in refusals(f"{SHORTEST} --loss-type custom_loss")
