@@ -62,7 +62,35 @@ async def rollout_only(run: Run, run_id: str, i: int) -> Stages:
     return {"rollout": batch, "reward": scores, "filter": chosen}
 
 
+async def train_only(run: Run, run_id: str, i: int) -> Stages:
+    """Take the batch of another run, train; checkpoint when due. There are no engines."""
+    stored = run.stored_batch(i)
+    batch = await rollout(run_id, i, taken=stored["rollout"])
+    scores = await reward(run_id, i, rollout=batch, taken=stored["reward"])
+    chosen = await select(run_id, i, rollout=batch, reward=scores, taken=stored["filter"])
+    return await learn(run, run_id, i, {"rollout": batch, "reward": scores, "filter": chosen})
+
+
+async def supervised(run: Run, run_id: str, i: int) -> Stages:
+    """Take the next rows of the data set, train; checkpoint when due. There are no engines."""
+    batch = await rollout(run_id, i)
+    scores = await reward(run_id, i, rollout=batch)
+    chosen = await select(run_id, i, rollout=batch, reward=scores)
+    return await learn(run, run_id, i, {"rollout": batch, "reward": scores, "filter": chosen})
+
+
+async def learn(run: Run, run_id: str, i: int, batch: Stages) -> Stages:
+    """Train on a batch; checkpoint when due."""
+    state = await train(run_id, i, **batch)
+    stages: Stages = batch | {"train": state}
+    if run.checkpoint_due(i):
+        stages["checkpoint"] = await checkpoint(run_id, i, train=state)
+    return stages
+
+
 MODES: dict[str, Callable[[Run, str, int], Awaitable[Stages]]] = {
     "sync": synchronous,
     "debug-rollout-only": rollout_only,
+    "debug-train-only": train_only,
+    "sft": supervised,
 }

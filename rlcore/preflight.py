@@ -11,6 +11,7 @@ from pathlib import Path
 from rlcore.cluster.ray_session import LOCAL, check_head, where_ray_is
 from rlcore.config import ModelConfig, RunConfig
 from rlcore.data.dataset import check_dataset, first_rows
+from rlcore.data.demonstrations import require_demonstration
 from rlcore.errors import (
     ClusterError,
     ConfigError,
@@ -33,6 +34,7 @@ from rlcore.slime.compat import state as slime
 from rlcore.slime.compat.attributes import slime_args_of
 from rlcore.sources import check_sources, sources_of
 from rlcore.store.lease import held_by, is_doubtful, is_held, read_lease
+from rlcore.stored_runs import check_source
 
 
 def preflight(config: RunConfig) -> None:
@@ -46,6 +48,14 @@ def preflight(config: RunConfig) -> None:
     check_engine(config)
     check_trackers(config)
     check_model(config.model)
+    if config.run.train_from:
+        check_source(open_store(config), config)
+        check_writable(config)
+        return
+    if config.run.mode == "sft":
+        check_dataset(config.data, look=require_demonstration)
+        check_writable(config)
+        return
     check_data(config)
     with slime.active(slime_args_of(config)):
         check_plugins(config)
@@ -93,13 +103,16 @@ def check_writable(config: RunConfig) -> None:
 
 
 def check_engine(config: RunConfig) -> None:
-    """The engine is installed, where it runs beside this process; else a Ray head is there."""
+    """The engine, if there is one, is installed where it runs beside this process; else a Ray head
+    is there.
+    """
     try:
         check_head(config.cluster.ray_address)
     except ClusterError as error:
         raise ConfigError(str(error)) from None
     here = where_ray_is(config.cluster.ray_address) == LOCAL
-    if here and config.rollout.engine == "sglang" and find_spec("sglang") is None:
+    sglang = config.generates and config.rollout.engine == "sglang"
+    if here and sglang and find_spec("sglang") is None:
         raise ConfigError(
             "rollout.engine = 'sglang', but sglang is not installed here; install the extra `gpu`, "
             "or use 'embedded'"

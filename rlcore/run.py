@@ -28,6 +28,7 @@ from rlcore.store.lease import Lease
 from rlcore.store.manifest import Manifest, StageRef, chain_state_id
 from rlcore.store.retention import prune
 from rlcore.store.run_store import RunStore
+from rlcore.stored_runs import check_vocabulary, stored_batch
 from rlcore.train.trainer import BatchFiles
 from rlcore.work import Work
 
@@ -70,6 +71,7 @@ class Run:
     ahead: bool = True
     """Whether the next rollout is begun when an iteration is committed."""
     _ahead: "tuple[int, asyncio.Future[Work]] | None" = None
+    _same_tokens: bool = False
     _training: asyncio.Lock = field(default_factory=asyncio.Lock)
     _timings: dict[tuple[int, str], Timing] = field(default_factory=dict)
     _began: dict[int, float] = field(default_factory=dict)
@@ -117,7 +119,8 @@ class Run:
 
     def policy_before(self, i: int) -> StageRef | None:
         """The weight sync that made the policy of iteration i; None for the starting model."""
-        record = self.record(i - 1) if i and self.config.trains else None
+        syncs = self.config.trains and self.config.generates
+        record = self.record(i - 1) if i and syncs else None
         return StageRef.model_validate(record["stages"]["weight_sync"]) if record else None
 
     def version_before(self, i: int) -> int:
@@ -133,6 +136,18 @@ class Run:
             return None
         before = self.stage(i - 1, "rollout")
         return (before.cursor or {}) | {"buffer": before.extra.get("buffer")}
+
+    def stored_batch(self, i: int) -> dict[str, StageRef]:
+        """Rollout, reward and filter of iteration i of the run that this one trains from.
+
+        Raises:
+            NotFound: that iteration is not committed there.
+            ConfigError: the other run's token ids are not this one's.
+        """
+        if not self._same_tokens:
+            check_vocabulary(self.store, self.config)
+            self._same_tokens = True
+        return stored_batch(self.store, self.config.run.train_from, i)
 
     def state_id_before(self, i: int) -> str:
         """The id of the trainer's state before iteration i."""
@@ -236,7 +251,11 @@ class Run:
     # --- generating ahead -------------------------------------------------------------------------
 
     async def generate(self, i: int) -> Work:
-        """The rollout of iteration i: the one begun ahead, else a new one."""
+        """The rollout of iteration i: the one begun ahead, else a new one; where nothing is
+        generated, the next rows of the data set.
+        """
+        if not self.config.generates:
+            return await self.fleet.demonstrate(i, self.cursor_before(i))
         ahead, self._ahead = self._ahead, None
         if ahead is not None and ahead[0] == i:
             return await ahead[1]
@@ -250,7 +269,7 @@ class Run:
         Nothing else is asked of the actors in that time, the engines have proved that they hold
         policy i, and the cursor is committed: the rollout is the one that would be made later.
         """
-        asked = self.ahead and i < self.config.train.num_iterations
+        asked = self.ahead and self.config.generates and i < self.config.train.num_iterations
         version = self.version_before(i)
         if asked and self.fleet.engine_version == version:
             work = self.fleet.generate(i, self.cursor_before(i), version)

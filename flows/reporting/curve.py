@@ -10,11 +10,11 @@ def draw_curve(root: str, run_id: str) -> Path | str | None:
     """Draw reward and exact match over the iterations into `reward.png` of the run.
 
     Returns:
-        Where the picture lies; None where no iteration is committed.
+        Where the picture lies; None where no iteration is committed, or none has rewards.
     """
     objects = Objects.open(root)
     rows = iterations(objects, run_id)
-    if not rows:
+    if not any("rollout/raw_reward" in row for row in rows):
         return None
     key = f"runs/{run_id}/reward.png"
     objects.put(key, render(run_id, rows))

@@ -80,6 +80,7 @@ def curve_page(place: Place, history: Sequence[Mapping[str, float]]) -> str:
     for name, label in (
         ("rollout/raw_reward", "mean reward"),
         ("rollout/exact", "reward of 1 or more"),
+        ("train/perplexity", "perplexity"),
     ):
         series.append(Series(label, [(m["iteration"], m[name]) for m in history if name in m]))
     for name in sorted({k for m in history for k in m if is_eval_reward(k)}):

@@ -29,12 +29,12 @@ class Progress:
         self._out = Console(quiet=quiet, highlight=False, soft_wrap=True)
         self._err = Console(stderr=True, highlight=False, soft_wrap=True)
         rollout = config.rollout
+        engines = f"{config.num_engines} {rollout.engine} engine(s), " if config.generates else ""
+        ranks = f"{config.world_size} {config.train.backend} rank(s)" if config.trains else ""
         self._out.print(f"[bold]{config.run.id}[/bold] in {config.storage.root}")
         self._out.print(
             f"{config.train.num_iterations} iterations of {rollout.rollout_batch_size} prompts x "
-            f"{rollout.n_samples_per_prompt} samples, "
-            f"{config.num_engines} {rollout.engine} engine(s), "
-            f"{config.world_size} {config.train.backend} rank(s)"
+            f"{rollout.n_samples_per_prompt} samples, " + (engines + ranks).removesuffix(", ")
         )
 
     def prefect(self, url: str, *, own: bool) -> None:
@@ -61,11 +61,12 @@ class Progress:
             return
         self._said = now
         m = done.metrics
+        speed = m.get("perf/tokens_per_s", m.get("train/tokens_per_s", 0.0))
         each = (now - self._first) / (done.iteration + 1 - self._first_iteration)
         self._out.print(
             f"{done.iteration + 1:5d}/{total:<5d}"
             f"{_figure(m, 'rollout/raw_reward')}{_figure(m, 'rollout/exact')}"
-            f"{m['perf/tokens_per_s']:10.0f}{each:13.2f}{_clock(each * left):>11}" + _evals(m)
+            f"{speed:10.0f}{each:13.2f}{_clock(each * left):>11}" + _evals(m)
         )
 
     def interrupted(self) -> None:
@@ -86,10 +87,9 @@ class Progress:
         config = self._config
         run, root = config.run.id, config.storage.root
         facts = {"took": _clock(time.perf_counter() - self._began)}
-        if self._last is not None:
-            facts["reward"] = (
-                f"{self._last.metrics['rollout/raw_reward']:.3f} in the last iteration"
-            )
+        for name, metric in (("reward", "rollout/raw_reward"), ("loss", "train/loss")):
+            if self._last is not None and metric in self._last.metrics and len(facts) == 1:
+                facts[name] = f"{self._last.metrics[metric]:.3f} in the last iteration"
         facts["artifacts"] = f"{root}/runs/{run}"
         if checkpoint := last_checkpoint(root, run):
             facts["model"] = str(checkpoint)

@@ -55,7 +55,7 @@ FAILURE_PATIENCE_S = 10.0
 CANCELLED_PATIENCE_S = 1.0
 TABLE_ROWS = 50
 SAMPLES_SHOWN = 6
-CURVE = ("iteration", "rollout/raw_reward", "rollout/exact")
+CURVE = ("iteration", "rollout/raw_reward", "rollout/exact", "train/perplexity")
 
 Listener = Callable[[IterationRef, Run], None]
 _listeners: list[Listener] = []

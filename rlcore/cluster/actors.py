@@ -10,6 +10,7 @@ from rlcore.cluster.ray_session import NAMESPACE, actor_class, call, first_of
 from rlcore.cluster.rollout_actor import RolloutActor
 from rlcore.cluster.trainer_actor import TrainerSpec
 from rlcore.cluster.trainer_group import TrainerGroup
+from rlcore.config import RunConfig
 from rlcore.errors import ClusterError
 from rlcore.slime.compat.attributes import slime_args_of
 from rlcore.starting_model import check_in_place, is_in_place, prepare_model
@@ -62,7 +63,7 @@ class Actors:
         return self._group is not None and self._group.broken
 
     async def start(self, first: Kinds) -> str:
-        """Begin to bring up all actors, and wait for those of the `first` stage.
+        """Begin to bring up the actors of the run's mode, and wait for those of the `first` stage.
 
         The others begin when those are up: what the first stage waits for shares the cores with
         nothing that it does not.
@@ -81,7 +82,7 @@ class Actors:
             self._model_there.set()
         else:
             first = KINDS
-        kinds = [kind for kind in KINDS if kind != "trainer" or config.trains]
+        kinds = kinds_of(config)
         self._begin(kind for kind in kinds if kind in first)
         await self._wait_for_model()
         state = plan.start_state()
@@ -116,7 +117,7 @@ class Actors:
     async def restart_worker(self) -> None:
         """A new rollout worker in place of the one that is gone."""
         await self._bring_worker()
-        if self.is_up("engines"):
+        if self._engines is not None and self.is_up("engines"):
             await self._set_engines()
 
     async def end(self) -> None:
@@ -192,6 +193,16 @@ class Actors:
         await call(setting, deadline_s=CONTROL_DEADLINE_S, what="the rollout worker")
 
 
+def kinds_of(config: RunConfig) -> Kinds:
+    """The actors that a run of this mode has."""
+    has = {
+        "trainer": config.trains,
+        "engines": config.generates,
+        "worker": not config.run.train_from,
+    }
+    return tuple(kind for kind in KINDS if has[kind])
+
+
 def check_gpus(plan: FleetPlan) -> None:
     """The cluster has the GPUs that the actors will ask for: Ray would wait for them for ever.
 
@@ -202,7 +213,7 @@ def check_gpus(plan: FleetPlan) -> None:
 
     config = plan.config
     needed = config.world_size * trainer_gpus(config) if plan.cuda and config.trains else 0.0
-    needed += config.num_engines * engine_gpus(config)
+    needed += config.num_engines * engine_gpus(config) if config.generates else 0.0
     there = ray.cluster_resources().get("GPU", 0.0)
     if needed > there:
         raise ClusterError(

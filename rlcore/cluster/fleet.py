@@ -100,6 +100,8 @@ class Fleet:
         Args:
             refill: gives weights to engines that were started again.
         """
+        if not self._config.generates:
+            return
         if self._watching is not None:
             self._watching.cancel()
         self._watching = asyncio.ensure_future(self._watch(refill))
@@ -116,7 +118,7 @@ class Fleet:
     @property
     def engine_restarts(self) -> int:
         """How often an engine was started again since the last iteration was committed."""
-        return self._actors.engines.restarts
+        return self._actors.engines.restarts if self._config.generates else 0
 
     @property
     def trainer_is_lost(self) -> bool:
@@ -144,10 +146,11 @@ class Fleet:
             How often actors had to be started again in it.
         """
         counts = {
-            "cluster/engine_restarts": float(self._actors.engines.restarts),
+            "cluster/engine_restarts": float(self.engine_restarts),
             "cluster/trainer_restarts": float(self._actors.trainer_restarts),
         }
-        self._actors.engines.progressed()
+        if self._config.generates:
+            self._actors.engines.progressed()
         self._actors.trainer_restarts = 0
         return counts
 
@@ -159,6 +162,10 @@ class Fleet:
         work = await self._by_worker("rollout", i, cursor, version)
         tokens = work.metrics["perf/tokens_per_gpu_per_sec"] * self._config.cluster.rollout_num_gpus
         return work.with_metrics({"perf/tokens_per_s": tokens}, policy_version=version)
+
+    async def demonstrate(self, i: int, cursor: dict[str, Any] | None) -> Work:
+        """The rows after `cursor`, to be learned as they are; there is no policy in it."""
+        return await self._by_worker("rollout", i, cursor, START_VERSION)
 
     def read_ahead(self, rollout: tuple[FileRef, ...]) -> None:
         """Have the trainer, if there is one, read a rollout while others work on it."""

@@ -93,6 +93,7 @@ def rollout_plan(plan: FleetPlan) -> RolloutPlan:
         eval=config.eval,
         num_gpus=config.cluster.rollout_num_gpus,
         slime=slime_args_of(config),
+        supervised=config.run.mode == "sft",
     )
 
 

@@ -32,6 +32,7 @@ from rlcore.config.tree import (
 from rlcore.data import Dataset, load_dataset
 from rlcore.errors import ConfigError, EngineError, Fenced
 from rlcore.rollout.buffer import Group, read_buffer, write_buffer
+from rlcore.rollout.demonstrate import demonstrate, raw
 from rlcore.rollout.evaluate import EvalSet, evaluate, set_score
 from rlcore.rollout.filters import GroupRule, Scored
 from rlcore.rollout.generate import Generator
@@ -83,6 +84,7 @@ class RolloutPlan:
         model_folder: local folder of the starting model, for limits and tokenizer.
         num_gpus: of all engines, for the metrics.
         slime: slime's `args`, where plugins written for it are to run.
+        supervised: rows are learned as they are: nothing is generated, scored or filtered.
     """
 
     run_id: str
@@ -98,6 +100,7 @@ class RolloutPlan:
     eval: EvalConfig
     num_gpus: int = 1
     slime: dict[str, Any] | None = None
+    supervised: bool = False
 
 
 @dataclass(frozen=True)
@@ -142,7 +145,8 @@ class RolloutActor:
         self._pool: EnginePool | None = None
         slime.activate(plan.slime)
         self._scorer = Scorer(plan.reward)
-        self._scorer.start()
+        if not plan.supervised:
+            self._scorer.start()
         # Tokenizer and data load while the engines start.
         self._loading: Future[_Loaded] = ThreadPoolExecutor(1).submit(_load, plan)
         self._batch: tuple[tuple[str, ...], list[Sample]] = ((), [])
@@ -189,7 +193,7 @@ class RolloutActor:
         cursor: dict[str, Any] | None,
         policy_version: int,
     ) -> StageReport:
-        """Generate the rollout that follows `cursor` and write its part.
+        """Make the rollout that follows `cursor` and write its parts.
 
         Args:
             epoch: of the driver's lease.
@@ -200,28 +204,15 @@ class RolloutActor:
             policy_version: that every engine must report.
         """
         self._fence(epoch)
-        plan, loaded, pool = self._plan, await self._loaded(), self._engines()
+        plan, loaded = self._plan, await self._loaded()
         began = time.perf_counter()
         # Read even by the worker that wrote it: what follows depends on the store alone.
         buffer = await asyncio.to_thread(read_buffer, self._objects, (cursor or {}).get("buffer"))
         request = RolloutRequest(
             iteration, plan.seed, plan.data.shuffle, cursor, str(policy_version), buffer
         )
-        self._hooks = Hooks(plan.rollout, plan.reward.reward_key)
-        generator = Generator(plan.rollout, loaded.tokenizer, pool)
         with self._writer(iteration, attempt) as writer:
-            made = await rollout(
-                request,
-                loaded.dataset,
-                loaded.tokenizer,
-                plan.rollout,
-                generator,
-                plan.num_gpus,
-                # A sample is stored with what the teacher says of it.
-                ready=writer.add if plan.rollout.teacher_url is None else None,
-                dynamic=self._dynamic(),
-                hooks=self._hooks,
-            )
+            made = await self._make(request, loaded, writer)
             log.info("iteration %d: %s", iteration, shown(made.metrics))
             asked = time.perf_counter()
             if plan.rollout.teacher_url is not None:
@@ -250,6 +241,30 @@ class RolloutActor:
             extra=extra,
         )
 
+    async def _make(
+        self, request: RolloutRequest, loaded: _Loaded, writer: "SamplesWriter"
+    ) -> RolloutBatch:
+        plan = self._plan
+        if plan.supervised:
+            count, limits = plan.rollout.rollout_batch_size, loaded.limits
+            return await asyncio.to_thread(
+                demonstrate, request, loaded.dataset, loaded.tokenizer, plan.data, count, limits
+            )
+        pool = self._engines()
+        self._hooks = Hooks(plan.rollout, plan.reward.reward_key)
+        return await rollout(
+            request,
+            loaded.dataset,
+            loaded.tokenizer,
+            plan.rollout,
+            Generator(plan.rollout, loaded.tokenizer, pool),
+            plan.num_gpus,
+            # A sample is stored with what the teacher says of it.
+            ready=writer.add if plan.rollout.teacher_url is None else None,
+            dynamic=self._dynamic(),
+            hooks=self._hooks,
+        )
+
     async def reward(
         self,
         epoch: int,
@@ -258,7 +273,7 @@ class RolloutActor:
         rollout_files: Files,
         early: Files | None = None,
     ) -> StageReport:
-        """Score a committed rollout and write one narrow row a sample.
+        """Score a committed rollout and write one narrow row a sample; 0, where rows are learned.
 
         Args:
             epoch, iteration, attempt: as those of `rollout`.
@@ -269,7 +284,9 @@ class RolloutActor:
         began = time.perf_counter()
         samples = await self._samples(rollout_files)
         read = time.perf_counter()
-        if early is None:
+        if self._plan.supervised:
+            scores = [Score(0.0)] * len(samples)
+        elif early is None:
             scores = await self._scorer.score(samples)
         else:
             scores = (await asyncio.to_thread(read_scores, self._objects, early))[1]
@@ -279,7 +296,7 @@ class RolloutActor:
         self._scores = (_digests([ref]), scored_of(rows), scores)
         return StageReport(
             files=[ref],
-            metrics=reward_metrics(by_group(samples, scores)),
+            metrics={} if self._plan.supervised else reward_metrics(by_group(samples, scores)),
             timings={
                 "read": read - began,
                 "score": scored - read,
@@ -305,7 +322,7 @@ class RolloutActor:
             decided: the rollout has chosen its groups by this filter and these scores.
         """
         self._fence(epoch)
-        rule = DECIDED if decided else self._rule()
+        rule = DECIDED if decided or self._plan.supervised else self._rule()
         scored, scores = await self._read_scores(reward_files)
         samples = await self._samples(rollout_files) if rule.needs_samples else []
         chosen = await asyncio.to_thread(choose, rule, scored, scores, samples)
@@ -474,13 +491,14 @@ def _load(plan: RolloutPlan) -> _Loaded:
         plan.model.tokenizer or plan.model_folder, plan.model.trust_remote_code
     )
     eval_sets = []
-    for held_out in plan.eval.datasets:
+    for held_out in [] if plan.supervised else plan.eval.datasets:
         own = held_out.data(plan.data)
         found = load_dataset(own, lambda: tokenizer, evaluation=True)
         eval_sets.append(EvalSet(held_out, found))
+    data = raw(plan.data) if plan.supervised else plan.data
     return _Loaded(
         tokenizer=tokenizer,
-        dataset=load_dataset(plan.data, lambda: tokenizer),
+        dataset=load_dataset(data, lambda: tokenizer),
         eval_sets=eval_sets,
         limits=Limits.of_model(plan.model_folder, plan.rollout.context_length),
     )

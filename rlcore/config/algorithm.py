@@ -13,12 +13,29 @@ from rlcore.config.section import FilePath, FunctionPath, PositiveInt, Section
 Estimator = Literal[
     "grpo", "gspo", "cispo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo"
 ]
+WITHOUT_POLICY_LOSS = (
+    "advantage_estimator",
+    "normalize_advantages",
+    "eps_clip_c",
+    "use_kl_loss",
+    "kl_coef",
+    "entropy_coef",
+    "use_opd",
+    "use_opsm",
+    "use_tis",
+    "use_rollout_logprobs",
+    "max_logprob_gap",
+    "true_on_policy_mode",
+)
+"""Settings that could have no effect where demonstrations are learned."""
 REINFORCE = frozenset({"reinforce_plus_plus", "reinforce_plus_plus_baseline"})
 
 
 class AlgorithmConfig(Section):
     """Advantages and loss."""
 
+    loss_type: Literal["policy_loss", "sft_loss"] = "policy_loss"
+    """`sft_loss`: cross-entropy of the trained tokens, whatever their rewards."""
     advantage_estimator: Estimator = "grpo"
     """Where advantages come from and what the loss is; see docs/algorithms.md."""
     rewards_normalization: bool = True
@@ -129,6 +146,19 @@ class AlgorithmConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _loss_agrees(self) -> "AlgorithmConfig":
+        if self.loss_type == "policy_loss":
+            return self
+        for key in WITHOUT_POLICY_LOSS:
+            value = getattr(self, key)
+            if value != type(self).model_fields[key].default:
+                raise ValueError(
+                    f"algorithm.{key} = {value!r} is about the policy loss, which "
+                    f"algorithm.loss_type = {self.loss_type!r} does not have; remove it"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _kl_agrees(self) -> "AlgorithmConfig":
         if self.use_kl_loss and self.kl_coef:
             raise ValueError(
@@ -201,7 +231,8 @@ class AlgorithmConfig(Section):
         """Whether rewards are compared with those of their group."""
         compares = self.advantage_estimator not in ("reinforce_plus_plus", "ppo")
         compares = compares and self.custom_reward_post_process_path is None
-        return self.rewards_normalization and compares
+        learns = self.loss_type == "policy_loss"
+        return self.rewards_normalization and compares and learns
 
     @property
     def group_std(self) -> bool:

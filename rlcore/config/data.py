@@ -47,6 +47,8 @@ class DataConfig(Section):
     """Column of the prompt: text, or a list of chat messages."""
     label_key: str | None = None
     """Column of the right answer, handed to the reward function."""
+    response_key: str | None = None
+    """Column of the response to learn, for `run.mode = "sft"`; without it, of the conversation."""
     metadata_key: str = "metadata"
     """Column with a JSON object handed to the reward function; rows may lack it."""
     tool_key: str | None = None
@@ -151,6 +153,7 @@ class EvalDataset(Section):
         )
         own = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         own |= {"path": self.path, "max_prompt_len": self.max_prompt_len, "mix": []}
+        own["response_key"] = None
         return train.model_copy(update=own)
 
 

@@ -18,6 +18,9 @@ NOT_COMPUTED = frozenset({"storage", "cluster", "tracking"})
 NEWER: tuple[tuple[str, str, Any], ...] = (
     ("run", "mode", "sync"),
     ("rollout", "teacher_url", None),
+    ("run", "train_from", ""),
+    ("data", "response_key", None),
+    ("algorithm", "loss_type", "policy_loss"),
     ("compat", "slime", False),
     ("compat", "args", {}),
     ("algorithm", "custom_reward_post_process_path", None),

@@ -10,6 +10,9 @@ from rlcore.config.section import FunctionPath, PositiveInt, Section, Url
 from rlcore.errors import PluginError
 from rlcore.rollout.rewards.builtin import BOXED, BUILTINS, split_name
 
+NO_REWARD = "none"
+"""The rm_type of a run whose samples are not scored."""
+
 
 class JudgeConfig(Section):
     """The language model that scores, where reward.rm_type is `judge`."""
@@ -105,7 +108,7 @@ class RewardConfig(Section):
                 "give exactly one of reward.rm_type and reward.custom_rm_path"
                 + ('; set the other to ""' if self.rm_type else "")
             )
-        if not self.rm_type:
+        if self.rm_type in ("", NO_REWARD):
             return self
         try:
             name, _ = split_name(self.rm_type)

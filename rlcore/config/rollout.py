@@ -141,11 +141,6 @@ class RolloutConfig(Section):
             raise ValueError(
                 "rollout.top_k = 0 leaves no token to sample; use -1 (off) or 1 and up"
             )
-        if self.context_length is not None and self.context_length <= self.max_response_len:
-            raise ValueError(
-                f"rollout.context_length = {self.context_length} leaves no room for a prompt "
-                f"beside rollout.max_response_len = {self.max_response_len}"
-            )
         return self
 
 

@@ -14,7 +14,7 @@ Invariants:
 # pydantic copies defaults, which ruff does not know of a section's base in another file.
 # ruff: noqa: RUF012
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import ConfigDict, Field, model_validator
@@ -23,6 +23,7 @@ from rlcore.config.algorithm import AlgorithmConfig as AlgorithmConfig
 from rlcore.config.data import DataConfig as DataConfig
 from rlcore.config.data import EvalConfig as EvalConfig
 from rlcore.config.data import EvalDataset as EvalDataset
+from rlcore.config.reward import NO_REWARD
 from rlcore.config.reward import JudgeConfig as JudgeConfig
 from rlcore.config.reward import RewardConfig as RewardConfig
 from rlcore.config.rollout import FilterConfig as FilterConfig
@@ -35,6 +36,19 @@ from rlcore.config.section import Scalar as Scalar
 from rlcore.config.section import Section as Section
 from rlcore.config.tracking import TrackingConfig as TrackingConfig
 
+WITHOUT_TRAINER = frozenset({"debug-rollout-only"})
+"""Modes in which nothing is trained."""
+WITHOUT_ENGINES = frozenset({"debug-train-only", "sft"})
+"""Modes in which nothing is generated."""
+FOR_GENERATING = (
+    ("rollout", "custom_rollout_function_path"),
+    ("rollout", "custom_generate_function_path"),
+    ("rollout", "over_sampling_batch_size"),
+    ("filter", "dynamic_sampling_filter_path"),
+    ("data", "max_prompt_len"),
+)
+"""Settings that could have no effect where a data set is learned as it is."""
+
 
 class RunSection(Section):
     """Identity of the run."""
@@ -45,12 +59,23 @@ class RunSection(Section):
 
     id: Annotated[str, Field(pattern=r"^([a-z0-9][a-z0-9._-]{0,79})?$")] = ""
     """Name of the run: lower-case letters, digits, '.', '_', '-'. Empty: one is made up."""
-    mode: Literal["sync", "debug-rollout-only"] = "sync"
-    """`debug-rollout-only`: no trainer, the starting model's rollouts are scored and filtered."""
+    mode: Literal["sync", "debug-rollout-only", "debug-train-only", "sft"] = "sync"
+    """Which stages an iteration has, and which actors the run; see docs/modes.md."""
+    train_from: Annotated[str, Field(pattern=r"^([a-z0-9][a-z0-9._-]{0,79})?$")] = ""
+    """A run of the same root whose stored batches `debug-train-only` trains on."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """Seeds shuffling, sampling and initialisation."""
     max_attempts: PositiveInt = 3
     """How often a deployed run may crash at one iteration before it counts as failed."""
+
+    @model_validator(mode="after")
+    def _batches_have_a_source(self) -> "RunSection":
+        if (self.mode == "debug-train-only") != bool(self.train_from):
+            raise ValueError(
+                "run.mode = 'debug-train-only' and run.train_from, the run whose batches are "
+                "trained on, belong together: give both or neither"
+            )
+        return self
 
 
 class ModelConfig(Section):
@@ -249,6 +274,48 @@ class RunConfig(Section):
     sglang: dict[str, Scalar] = {}
     """Arguments of SGLang's server, by their own names."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _demonstrations_need_no_reward(cls, tree: Any) -> Any:
+        run = tree.get("run") if isinstance(tree, dict) else None
+        supervised = isinstance(run, dict) and run.get("mode") == "sft"
+        if supervised and "reward" not in tree:
+            return tree | {"reward": {"rm_type": NO_REWARD}}
+        return tree
+
+    @model_validator(mode="after")
+    def _demonstrations_agree(self) -> "RunConfig":
+        if self.run.mode != "sft":
+            if self.reward.rm_type == NO_REWARD:
+                raise ValueError(
+                    f"reward.rm_type = {NO_REWARD!r} is for run.mode = 'sft' alone; give exactly "
+                    "one of reward.rm_type and reward.custom_rm_path"
+                )
+            if self.data.response_key is not None:
+                raise ValueError(
+                    f"data.response_key = {self.data.response_key!r} is for run.mode = 'sft'; the "
+                    "right answer of a prompt is data.label_key"
+                )
+            return self
+        needed = (
+            ("algorithm.loss_type", self.algorithm.loss_type, "sft_loss"),
+            ("rollout.n_samples_per_prompt", self.rollout.n_samples_per_prompt, 1),
+            ("rollout.temperature", self.rollout.temperature, 1.0),
+        )
+        for name, value, only in needed:
+            if value != only:
+                raise ValueError(
+                    f"{name} = {value!r}, but run.mode = 'sft' learns each row once, as it is, by "
+                    f"cross-entropy: set {name} = {only!r}"
+                )
+        for section, key in FOR_GENERATING:
+            if getattr(getattr(self, section), key) is not None:
+                raise ValueError(
+                    f"{section}.{key} is set, but run.mode = 'sft' generates nothing; remove it"
+                    + (" (rollout.context_length cuts)" if key == "max_prompt_len" else "")
+                )
+        return self
+
     @model_validator(mode="after")
     def _batches_add_up(self) -> "RunConfig":
         rollout, train = self.rollout, self.train
@@ -266,6 +333,16 @@ class RunConfig(Section):
                     if rest
                     else f"equal, as with train.global_batch_size = {size}"
                 )
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _prompts_have_room(self) -> "RunConfig":
+        whole, response = self.rollout.context_length, self.rollout.max_response_len
+        if self.generates and whole is not None and whole <= response:
+            raise ValueError(
+                f"rollout.context_length = {whole} leaves no room for a prompt beside "
+                f"rollout.max_response_len = {response}"
             )
         return self
 
@@ -357,7 +434,12 @@ class RunConfig(Section):
     @property
     def trains(self) -> bool:
         """Whether the run has a trainer."""
-        return self.run.mode != "debug-rollout-only"
+        return self.run.mode not in WITHOUT_TRAINER
+
+    @property
+    def generates(self) -> bool:
+        """Whether the run has engines."""
+        return self.run.mode not in WITHOUT_ENGINES
 
     @property
     def num_engines(self) -> int:

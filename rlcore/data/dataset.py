@@ -93,7 +93,11 @@ class Dataset:
 
 
 def check_dataset(
-    config: DataConfig, *, needs_text: bool = False, evaluation: bool = False
+    config: DataConfig,
+    *,
+    needs_text: bool = False,
+    evaluation: bool = False,
+    look: Callable[[Prompt, str], None] | None = None,
 ) -> DatasetInfo:
     """Read all rows without a tokenizer, to find what is wrong before anything starts.
 
@@ -101,6 +105,7 @@ def check_dataset(
         config: the data section.
         needs_text: also refuse chat messages that no template turns into text.
         evaluation: as of `load_dataset`.
+        look: is given each prompt and its file, to raise where it is of no use.
 
     Raises:
         DataError: as `load_dataset`.
@@ -111,6 +116,8 @@ def check_dataset(
         for _, prompt in reader.prompts():
             if needs_text and not one.apply_chat_template:
                 require_text([prompt], one.path)
+            if look is not None:
+                look(prompt, one.path)
             first = first or prompt
             count += 1
         reader.require(count)

@@ -32,6 +32,7 @@ class Prompt:
         row: number of the row in its file.
         prompt: text, or chat messages where no chat template is applied.
         label: the right answer, as the file has it.
+        response: what is to be learned as the answer, where the rows have a column of it.
         metadata: more for the reward function; "tools" holds the tool descriptions.
         tokens: ids of the prompt, once they were needed.
         media: kind -> items, as the file has them.
@@ -42,6 +43,7 @@ class Prompt:
     row: int
     prompt: str | Messages
     label: Any = None
+    response: str | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
     tokens: list[int] | None = None
     media: dict[str, list[Any]] | None = None
@@ -97,6 +99,7 @@ def prompt_of(row: Row, name: str, config: DataConfig, *, evaluation: bool = Fal
         label=None
         if config.label_key is None
         else _column(row, config.label_key, "data.label_key"),
+        response=None if config.response_key is None else _response(row, config.response_key),
         metadata=metadata,
         media=media,
         generate_function_path=_name(row, config.generate_function_key),
@@ -142,6 +145,13 @@ def _prompt_value(row: Row, config: DataConfig) -> str | Messages:
         f"{row.place}: {config.input_key!r} must be a text or a list of chat messages, and not "
         f"empty; it is {value!r:.80}"
     )
+
+
+def _response(row: Row, key: str) -> str:
+    value = _column(row, key, "data.response_key")
+    if isinstance(value, str) and value:
+        return value
+    raise DataError(f"{row.place}: {key!r} must be a text and not empty; it is {value!r:.80}")
 
 
 def _metadata(row: Row, key: str) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Values of slime's arguments as values of the settings that they become."""
 
+import re
 from typing import Any
 
 from rlcore.errors import ConfigError
@@ -10,6 +11,7 @@ BUILT_IN_FILTERS = {
         "nonzero_std_with_fallback"
     ),
 }
+LOSSES = ("policy_loss", "sft_loss")
 SCHEDULES = {"constant": "constant", "linear": "linear", "cosine": "cosine"}
 MINUTE_S = 60.0
 
@@ -17,6 +19,25 @@ MINUTE_S = 60.0
 def rollout_only(value: bool) -> str:
     """The mode of a run that is to have no trainer."""
     return "debug-rollout-only" if value else "sync"
+
+
+def train_only(value: bool) -> str:
+    """The mode of a run that is to have no engines."""
+    return "debug-train-only" if value else "sync"
+
+
+def stored_run(value: str) -> str:
+    """The name of a stored run.
+
+    Raises:
+        ConfigError: it is a file's.
+    """
+    if re.fullmatch(r"[a-z0-9][a-z0-9._-]{0,79}", value) is None or value.endswith(".pt"):
+        raise ConfigError(
+            f"--load-debug-rollout-data {value}: files of slime are not read; give the name of a "
+            "stored run under storage.root (`sluice runs` lists them), whose batches are trained on"
+        )
+    return value
 
 
 def negated(value: bool) -> bool:
@@ -37,6 +58,11 @@ def positive_or_none(value: int) -> int | None:
 def dynamic_filter(value: str) -> str:
     """The name of a built-in filter, or a function's path as it is."""
     return BUILT_IN_FILTERS.get(value, value)
+
+
+def without_advantages(value: bool) -> str:
+    """The loss of whoever computes none."""
+    return LOSSES[value]
 
 
 def schedule(value: str) -> str:

@@ -219,7 +219,11 @@ DATA = (
 )
 
 ROLLOUT = (
-    Argument("rollout-function-path", "str", Joined("rollout.custom_rollout_function_path")),
+    Argument(
+        "rollout-function-path",
+        "str",
+        Joined("rollout.custom_rollout_function_path", "slime's `sft_rollout` is `run.mode`"),
+    ),
     Argument("rollout-temperature", "float", Setting("rollout.temperature")),
     Argument("rollout-top-p", "float", Setting("rollout.top_p")),
     Argument("rollout-top-k", "int", Setting("rollout.top_k")),
@@ -276,7 +280,11 @@ ROLLOUT = (
     Argument("fetch-trajectory-retry-times", "int", Refused("there is no external buffer")),
     Argument("min-batch-collection-ratio", "float", Refused("there is no external buffer")),
     Argument("rollout-task-type", "str", Refused("there is no external buffer")),
-    Argument("loss-mask-type", "str", Refused("it is for SFT, which does not exist yet")),
+    Argument(
+        "loss-mask-type",
+        "str",
+        Held("the trained tokens of a conversation are found by whatever chat template it has"),
+    ),
     Argument("data-pad-size-multiplier", "int", Held("packed sequences need no padding")),
     Argument("rollout-sample-filter-path", "str", Setting("rollout.rollout_sample_filter_path")),
     Argument(
@@ -319,9 +327,8 @@ ALGORITHM = (
         "loss-type",
         "str",
         Joined(
-            "algorithm.custom_loss_function_path",
-            "`custom_loss` is the function of `--custom-loss-function-path`, and `policy_loss` the "
-            "estimator's",
+            "algorithm.loss_type",
+            "`custom_loss` is the function of `--custom-loss-function-path`",
         ),
     ),
     Argument(
@@ -331,7 +338,8 @@ ALGORITHM = (
     ),
     Argument("kl-loss-type", "str", Setting("algorithm.kl_loss_type")),
     flag(
-        "disable-compute-advantages-and-returns", Refused("it is for SFT, which does not exist yet")
+        "disable-compute-advantages-and-returns",
+        Setting("algorithm.loss_type", convert.without_advantages),
     ),
     Argument(
         "custom-advantage-function-path",
@@ -442,16 +450,19 @@ LOGGERS = (
     Argument("tb-experiment-name", "str", Setting("run.id")),
 )
 
-RERUN = "a stored rollout is trained on again by `sluice rerun RUN --iter N --stage train`"
+RERUN = (
+    "whole batches of a stored run are trained on by run.train_from, and one of them again by "
+    "`sluice rerun RUN --iter N --stage train`"
+)
 DEBUG = (
     Argument("save-debug-rollout-data", "str", Held(IN_STORE)),
-    Argument("load-debug-rollout-data", "str", Refused(RERUN)),
+    Argument("load-debug-rollout-data", "str", Setting("run.train_from", convert.stored_run)),
     Argument("load-forge-rollout-data", "str", Refused(RERUN)),
     Argument("load-debug-rollout-data-subsample", "float", Refused(RERUN)),
     Argument("save-debug-train-data", "str", Held(IN_STORE)),
     Argument("dump-details", "str", Held(IN_STORE)),
     flag("debug-rollout-only", Setting("run.mode", convert.rollout_only)),
-    flag("debug-train-only", Refused(RERUN)),
+    flag("debug-train-only", Setting("run.mode", convert.train_only)),
     Argument("memory-snapshot-dir", "str", Refused("attach a profiler to the trainer's process")),
     Argument(
         "memory-snapshot-num-steps", "int", Refused("attach a profiler to the trainer's process")

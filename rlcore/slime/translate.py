@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlcore.config.load import put
+from rlcore.config.tree import WITHOUT_ENGINES
 from rlcore.errors import ConfigError
-from rlcore.slime.convert import BUILT_IN_FILTERS
+from rlcore.slime.convert import BUILT_IN_FILTERS, LOSSES
 from rlcore.slime.megatron import OPTIONS
 from rlcore.slime.rules import Argument, Held, Refused, Setting
 from rlcore.slime.table import BY_NAME
@@ -25,6 +26,7 @@ EVAL_SETTINGS = (
 )
 """Arguments that are settings of each evaluation set, of the same name."""
 BUILT_IN_ROLLOUT = "slime.rollout.sglang_rollout.generate_rollout"
+SFT_ROLLOUT = "slime.rollout.sft_rollout.generate_rollout"
 ICEPOP = "slime.backends.megatron_utils.loss.icepop_function"
 PLUGINS = (
     "buffer-filter-path",
@@ -182,7 +184,8 @@ def join(given: dict[str, Any], done: Translation) -> None:
     for name in ("hf-checkpoint", "prompt-data", "num-rollout", "rollout-batch-size"):
         if name not in given:
             raise ConfigError(f"--{name} is missing")
-    if "rollout-max-response-len" not in given:
+    _mode(given, done)
+    if "rollout-max-response-len" not in given and _generates(done):
         raise ConfigError("--rollout-max-response-len is missing: slime has no default for it")
     _defaults(given, done)
     _batches(given, done)
@@ -191,6 +194,32 @@ def join(given: dict[str, Any], done: Translation) -> None:
     _functions(given, done)
     _algorithm(given, done)
     _evaluation(given, done)
+
+
+def _mode(given: dict[str, Any], done: Translation) -> None:
+    if "debug-rollout-only" in given and "debug-train-only" in given:
+        raise ConfigError("--debug-rollout-only and --debug-train-only leave nothing to do")
+    learns = given.get("rollout-function-path") == SFT_ROLLOUT
+    if learns != (given.get("loss-type") == "sft_loss"):
+        raise ConfigError(
+            f"--rollout-function-path {SFT_ROLLOUT} and --loss-type sft_loss belong together: "
+            "give both or neither"
+        )
+    if "disable-compute-advantages-and-returns" in given and not learns:
+        raise ConfigError("--disable-compute-advantages-and-returns: the policy loss needs them")
+    if learns:
+        _set(done, "run.mode", "sft")
+    elif "load-debug-rollout-data" in given:
+        _set(done, "run.mode", "debug-train-only")
+    elif "debug-train-only" in given:
+        raise ConfigError(
+            "--debug-train-only: name the stored run to train on by --load-debug-rollout-data RUN, "
+            f"or learn a data set by --rollout-function-path {SFT_ROLLOUT}"
+        )
+
+
+def _generates(done: Translation) -> bool:
+    return done.tree.get("run", {}).get("mode") not in WITHOUT_ENGINES
 
 
 def _set(done: Translation, key: str, value: Any) -> None:
@@ -251,9 +280,10 @@ def _cluster(given: dict[str, Any], done: Translation) -> None:
     if given.get("colocate"):
         _set(done, "cluster.colocate", True)
         engines = engines or trainers
-    if engines is None:
+    if engines is None and _generates(done):
         raise ConfigError("--rollout-num-gpus is missing: without --colocate it has no default")
-    _set(done, "cluster.rollout_num_gpus", engines)
+    if engines is not None:
+        _set(done, "cluster.rollout_num_gpus", engines)
 
 
 def _store(given: dict[str, Any], done: Translation) -> None:
@@ -269,7 +299,7 @@ def _store(given: dict[str, Any], done: Translation) -> None:
 
 def _functions(given: dict[str, Any], done: Translation) -> None:
     path = given.get("rollout-function-path", BUILT_IN_ROLLOUT)
-    if path != BUILT_IN_ROLLOUT:
+    if path not in (BUILT_IN_ROLLOUT, SFT_ROLLOUT):
         _set(done, "rollout.custom_rollout_function_path", path)
     if "custom-rm-path" in given:
         _set(done, "reward.custom_rm_path", given["custom-rm-path"])
@@ -279,7 +309,7 @@ def _functions(given: dict[str, Any], done: Translation) -> None:
     elif "rm-type" in given:
         _set(done, "reward.rm_type", given["rm-type"])
 
-    built_in = {BUILT_IN_ROLLOUT, ICEPOP, *BUILT_IN_FILTERS}
+    built_in = {BUILT_IN_ROLLOUT, SFT_ROLLOUT, ICEPOP, *BUILT_IN_FILTERS}
     if any(given[name] not in built_in for name in PLUGINS if name in given):
         _set(done, "compat.slime", True)
 
@@ -311,8 +341,8 @@ def _algorithm(given: dict[str, Any], done: Translation) -> None:
 
 def _custom_loss(given: dict[str, Any], done: Translation) -> None:
     kind, path = given.get("loss-type", "policy_loss"), given.get("custom-loss-function-path")
-    if kind not in ("policy_loss", "custom_loss"):
-        raise ConfigError(f"--loss-type {kind}: policy_loss or custom_loss")
+    if kind not in (*LOSSES, "custom_loss"):
+        raise ConfigError(f"--loss-type {kind}: {', '.join(LOSSES)} or custom_loss")
     if (kind == "custom_loss") != (path is not None):
         raise ConfigError(
             "--loss-type custom_loss and --custom-loss-function-path belong together: give both or "
@@ -320,6 +350,8 @@ def _custom_loss(given: dict[str, Any], done: Translation) -> None:
         )
     if path is not None:
         _set(done, "algorithm.custom_loss_function_path", path)
+    elif "loss-type" in given:
+        _set(done, "algorithm.loss_type", kind)
 
 
 def _evaluation(given: dict[str, Any], done: Translation) -> None:
@@ -347,11 +379,12 @@ def _evaluation(given: dict[str, Any], done: Translation) -> None:
             "temperature": given.get("eval-temperature", given.get("rollout-temperature", 1.0)),
             "top_p": given.get("eval-top-p", given.get("rollout-top-p", 1.0)),
             "max_response_len": given.get(
-                "eval-max-response-len", given["rollout-max-response-len"]
+                "eval-max-response-len", given.get("rollout-max-response-len")
             ),
             **own,
         }
         for name, path in zip(pairs[::2], pairs[1::2], strict=True)
     ]
     if datasets and "eval-config" not in given:
-        _set(done, "eval.datasets", datasets)
+        said = [{k: v for k, v in one.items() if v is not None} for one in datasets]
+        _set(done, "eval.datasets", said)

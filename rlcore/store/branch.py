@@ -9,7 +9,7 @@ Invariants:
   keep.
 - Everything here may be killed and done again: the fork is there once its `run.json` is, and what
   it refers to is committed before anything else is done in it.
-- What would make the shared iterations another run's may not differ: seed, model and data.
+- What would make the shared iterations another run's may not differ: seed, mode, model and data.
 """
 
 import logging
@@ -38,10 +38,11 @@ log = logging.getLogger("sluice.store")
 
 SHARED_STAGES = {"train": ("rollout", "reward", "filter"), "reward": ("rollout",)}
 """Stages that can be run again, and those before them that are taken from the parent."""
+_FIXED = ("run.seed", "run.mode", "run.train_from")
 _WHY_FIXED = {
     "model": "the shared iterations trained that model",
     "data": "the data cursor of the shared iterations counts the rows of that data",
-    "run": "the order of the prompts and the samples of the shared iterations follow from it",
+    "run": "the prompts, samples and stages of the shared iterations follow from it",
 }
 
 
@@ -179,12 +180,12 @@ def check_differences(old: Mapping[str, Any], new: Mapping[str, Any], rerun: str
         ConfigError: names the setting and why it may not.
     """
     computed = [d for d in differences(old, new) if not _is_same(old, new, d.key.split(".")[0])]
-    fixed = [d for d in computed if d.key == "run.seed" or d.key.startswith(("model.", "data."))]
+    fixed = [d for d in computed if d.key in _FIXED or d.key.startswith(("model.", "data."))]
     if fixed:
         why = _WHY_FIXED[fixed[0].key.split(".")[0]]
         raise ConfigError(
-            f"a fork cannot have {'; '.join(map(str, fixed))}: {why}. All but run.seed, model and "
-            "data may differ; for these start a new run"
+            f"a fork cannot have {'; '.join(map(str, fixed))}: {why}. All but the seed and mode of "
+            "the run, model and data may differ; for these start a new run"
         )
     if rerun is None:
         return

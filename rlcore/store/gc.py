@@ -126,12 +126,15 @@ def remove_run(objects: Objects, run_id: str, *, dry_run: bool = False) -> GcRep
 def _parents_of(objects: Objects, run_id: str) -> list[str]:
     """The runs that keep something for this one, after a look that no other run needs it."""
     forks: list[str] = []
+    takers: list[str] = []
     store = RunStore(objects, run_id)
     if not objects.exists(paths.run_key(run_id)):
         store.load_run()  # Says that it is not there.
     for other in run_ids(objects):
         try:
-            parent = RunStore(objects, other).parent
+            another = RunStore(objects, other)
+            parent = another.parent
+            source = another.load_run().get("config", {}).get("run", {}).get("train_from")
         except StoreError as error:
             if other == run_id:
                 continue
@@ -141,6 +144,13 @@ def _parents_of(objects: Objects, run_id: str) -> list[str]:
             ) from None
         if parent is not None and parent.run_id == run_id:
             forks.append(other)
+        elif source == run_id:
+            takers.append(other)
+    if takers:
+        raise Conflict(
+            f"run {run_id} is not removed: {', '.join(takers)} trained on its batches, which lie "
+            "there; remove them first"
+        )
     if forks:
         raise Conflict(
             f"run {run_id} is not removed: {', '.join(forks)} share its iterations; remove them "

@@ -16,6 +16,8 @@ What a run must hold, and so what the stages put into their manifests:
   with a token to train on. `state_id` is `chain_state_id(prev_state_id, [sha of rollout, reward,
   filter], digest)` with the manifest's `config_digest`, or `extra["chain_config_digest"]` if there
   is one.
+- rollout, reward and filter that were taken from another run (`run.train_from`): `inputs["taken"]`
+  is that run's manifest of the same iteration, `extra["batch_of"]` that run; all else is as there.
 - A folder of files in `extra`, such as `state`, is None or {key_prefix, files, ...}; if it was
   removed on purpose, `_PRUNED.json` lies in its place.
 - `model/_FILES.json`, where the run built its starting model: a `FileRef` for each file of it.
@@ -36,6 +38,7 @@ import numpy as np
 import pyarrow as pa
 
 from rlcore.config.digest import tree_digest
+from rlcore.config.tree import WITHOUT_ENGINES, WITHOUT_TRAINER
 from rlcore.errors import NotFound, StoreError
 from rlcore.sample import Status
 from rlcore.store import paths
@@ -111,9 +114,10 @@ class _Verifier:
             )
             | dict.fromkeys(("states_saved", "states_pruned", "quarantined"), 0),
         )
-        self._prompts = _PromptOrder(config)
-        # Without a trainer every rollout is the starting model's.
-        self._syncs = config.get("run", {}).get("mode") != "debug-rollout-only"
+        self._prompts = _PromptOrder(self._data_plan(config))
+        # Elsewhere every rollout is the starting model's, or another run's.
+        mode = config.get("run", {}).get("mode")
+        self._syncs = mode not in WITHOUT_TRAINER | WITHOUT_ENGINES
         self._cursor: dict[str, Any] | None = None
         self._left: _Left = {}
         self._state_id: str | None = None
@@ -160,6 +164,18 @@ class _Verifier:
             errors.append(f"run {store.run_id}: {error}")
         except (KeyError, TypeError, AttributeError):
             errors.append(f"run {store.run_id}: its run.json holds no configuration")
+
+    def _data_plan(self, config: dict[str, Any]) -> dict[str, Any]:
+        """The configuration that says which prompts come when: that of the run whose batches
+        these are.
+        """
+        while source := config.get("run", {}).get("train_from"):
+            try:
+                config = RunStore(self.store.objects, source).load_run()["config"]
+            except (StoreError, KeyError) as error:
+                self.report.errors.append(f"the run that it trains from: {error}")
+                return {}
+        return config
 
     def _model(self) -> None:
         """The starting model is as it was built: no state can be made again without it."""
@@ -253,6 +269,9 @@ class _Verifier:
 
     def _inputs(self, i: int, manifest: Manifest, stages: _Stages) -> None:
         for name, sha in manifest.inputs.items():
+            if name == "taken":
+                self._taken(i, manifest, sha)
+                continue
             source = stages
             stage = "weight_sync" if name == "policy" else name
             if name == "policy" and manifest.stage == "rollout":
@@ -270,6 +289,22 @@ class _Verifier:
         named = "policy" in manifest.inputs or not self._syncs
         if manifest.stage == "rollout" and i and not named:
             self._wrong(i, "rollout does not name the policy that it was made with")
+
+    def _taken(self, i: int, manifest: Manifest, sha: str) -> None:
+        """That a stage of another run is still the one that was taken."""
+        source = str(manifest.extra.get("batch_of"))
+        try:
+            found = RunStore(self.store.objects, source).stage(i, manifest.stage)
+        except StoreError as error:
+            self._wrong(i, f"{manifest.stage} was taken from run {source}: {error}")
+            return
+        if found is None or found[1].sha256 != sha:
+            there = found[1].sha256[:12] if found else "none"
+            self._wrong(
+                i,
+                f"{manifest.stage} was taken from run {source} as {sha[:12]}, but that run has "
+                f"{there}",
+            )
 
     def _rollout(self, i: int, manifest: Manifest) -> None:
         table = self._read(i, manifest, ["prompt_id", "group_index"])

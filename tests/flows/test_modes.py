@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from real_runs import Sluice, kill_tree, short, wait_for
-from run_processes import is_actor, pids
+from run_processes import is_actor, is_engine, pids
 
 from rlcore.rollout.stored import read_rollout
 from rlcore.store.manifest import StageRef
@@ -13,6 +13,12 @@ from rlcore.store.objects import Objects
 from rlcore.store.run_store import RunStore
 
 ROLLOUT_ONLY = ("--set", "run.mode=debug-rollout-only")
+TRAIN_ONLY = ("--set", "run.mode=debug-train-only", "--set", "run.train_from=whole")
+SFT = (
+    *("--set", "run.mode=sft", "--set", "algorithm.loss_type=sft_loss"),
+    *("--set", "data.response_key=label", "--set", "rollout.n_samples_per_prompt=1"),
+    *("--set", "rollout.rollout_batch_size=64"),
+)
 STAGES = {"rollout", "reward", "filter"}
 
 
@@ -60,3 +66,58 @@ def test_a_killed_rollout_only_run_makes_the_same_rollouts(sluice: Sluice, tmp_p
     assert sluice.json("verify", "hurt")["ok"]
     for i in range(4):
         assert stored(sluice, "hurt", i) == stored(sluice, "calm", i)
+
+
+@pytest.mark.slow
+def test_stored_batches_train_the_same_model_without_engines(
+    sluice: Sluice, tmp_path: Path
+) -> None:
+    path = str(short(tmp_path, 3))
+    sluice("train", path, "--run-id", "whole")
+    process = sluice.start("train", path, "--run-id", "again", *TRAIN_ONLY)
+    wait_for(sluice.committed("again", 0).exists)
+    assert pids(process, is_actor("TrainerActor"))
+    others = (is_engine, is_actor("EngineActor"), is_actor("RolloutActor"))
+    assert not [pid for which in others for pid in pids(process, which)]
+    kill_tree(process.pid)
+    process.communicate()
+    sluice("resume", "again")
+
+    whole, again = sluice.json("show", "whole"), sluice.json("show", "again")
+    assert again["state_sha256"] == whole["state_sha256"]
+    assert [m["reward"] for m in again["metrics"]] == [m["reward"] for m in whole["metrics"]]
+    stages = list(sluice.json("show", "again", "--iter", "2")["stages"])
+    assert stages == ["rollout", "reward", "filter", "train", "checkpoint"]
+    assert sluice.json("verify", "again")["ok"]
+
+    longer = ("--set", "train.num_iterations=4")
+    said = sluice("train", path, "--run-id", "longer", *TRAIN_ONLY, *longer, code=2)
+    assert "that run has 3 committed iterations" in said
+    said = sluice("train", path, "--run-id", "b", *TRAIN_ONLY[:3], "run.train_from=nobody", code=2)
+    assert "run.train_from: run nobody is not under" in said
+
+
+@pytest.mark.slow
+def test_a_data_set_is_learned_without_engines(sluice: Sluice, tmp_path: Path) -> None:
+    path = str(short(tmp_path, 12))
+    process = sluice.start("train", path, "--run-id", "hurt", *SFT)
+    wait_for(sluice.committed("hurt", 3).exists)
+    others = (is_engine, is_actor("EngineActor"))
+    assert not [pid for which in others for pid in pids(process, which)]
+    kill_tree(process.pid)
+    process.communicate()
+    sluice("resume", "hurt")
+    printed = sluice("train", path, "--run-id", "calm", *SFT)
+    assert "loss" in printed and "reward curve" not in printed
+
+    hurt, calm = sluice.json("show", "hurt"), sluice.json("show", "calm")
+    assert hurt["state_sha256"] == calm["state_sha256"]
+    losses = [m["train/loss"] for m in calm["metrics"]]
+    assert losses == [m["train/loss"] for m in hurt["metrics"]]
+    assert losses[-1] < losses[0] - 0.5
+    assert calm["metrics"][0]["train/perplexity"] > calm["metrics"][-1]["train/perplexity"]
+    stages = list(sluice.json("show", "calm", "--iter", "11")["stages"])
+    assert stages == ["rollout", "reward", "filter", "train", "checkpoint"]
+    assert sluice.json("verify", "hurt")["ok"]
+    [sample] = sluice.json("samples", "calm", "--iter", "0", "--limit", "1")
+    assert sample["response"] == f"{sample['label'] or sample['prompt'][0] * 3}<eos>"

@@ -8,6 +8,7 @@ import difflib
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from rlcore.config.tree import WITHOUT_ENGINES
 from rlcore.slime import convert
 from rlcore.slime.megatron import OPTIONS
 from rlcore.slime.rules import Argument, Held, Joined, Refused, Setting, same
@@ -19,12 +20,15 @@ BACK: dict[Callable[[Any], Any], Callable[[Any], Any]] = {
     same: same,
     convert.negated: convert.negated,
     convert.rollout_only: lambda mode: mode == "debug-rollout-only",
+    convert.train_only: lambda mode: mode in WITHOUT_ENGINES,
+    convert.stored_run: lambda name: name or None,
     convert.minutes: lambda seconds: seconds / convert.MINUTE_S,
     convert.positive_or_none: lambda value: -1 if value is None else value,
     convert.dynamic_filter: lambda name: next(
         (slime for slime, ours in convert.BUILT_IN_FILTERS.items() if ours == name), name
     ),
     convert.schedule: same,
+    convert.without_advantages: lambda name: name == "sft_loss",
     convert.scalars: same,
     float: same,
 }
@@ -34,7 +38,9 @@ SEVERAL: dict[str, Callable[[Tree], Any]] = {
     "eps_clip": lambda tree: tree["algorithm"]["clip_low"],
     "calculate_per_token_loss": lambda tree: tree["algorithm"]["loss_aggregation"] == "token_mean",
     "loss_type": lambda tree: (
-        "custom_loss" if tree["algorithm"].get("custom_loss_function_path") else "policy_loss"
+        "custom_loss"
+        if tree["algorithm"].get("custom_loss_function_path")
+        else tree["algorithm"].get("loss_type", "policy_loss")
     ),
     "rollout_num_engines": lambda tree: (
         tree["rollout"].get("num_engines")

@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlcore.algorithms.aggregate import constant_scale
+from rlcore.algorithms.demonstrations import Demonstrations, cross_entropy, perplexity
 from rlcore.algorithms.logprobs import token_log_probs
 from rlcore.algorithms.losses import (
     LossInputs,
@@ -160,7 +161,8 @@ class BatchLoop:
         )
         # A policy that is not trained is passed through all the same: its gap to the engine shows.
         several = len(batch.steps) > 1 or self._critic_only
-        ahead = several or settings.algorithm.needs_old_ahead
+        self._supervised = settings.algorithm.loss_type == "sft_loss"
+        ahead = (several and not self._supervised) or settings.algorithm.needs_old_ahead
         self._old_ahead = ahead and not self._old_from_rollout
         self._follows = settings.algorithm.use_opd and models.teacher is None
         """Whether a teacher on a server has scored the samples."""
@@ -278,7 +280,7 @@ class BatchLoop:
             if "loss" in self._own:
                 out, log_probs = self._loss_of_function(micro, with_log_probs=gap_shows)
             else:
-                out, log_probs = self._policy_loss(micro, number)
+                out, log_probs = self._loss(micro, number)
             (out.loss * (dist.get_world_size() * scale)).backward()
             parts.append(out.metrics)
             mask, weights = micro.pick("loss_mask"), micro.pick("loss_weights")
@@ -289,21 +291,26 @@ class BatchLoop:
             if gap_shows and log_probs is not None:
                 parts.append(self._gap(micro, log_probs))
         metrics = _over_ranks(self._complete(merge_metrics(parts)))
+        if self._supervised:
+            metrics["perplexity"] = perplexity(metrics["loss"])
         return metrics | {"loss": metrics["loss"] * scale}
 
-    def _policy_loss(self, micro: MicroBatch, number: int) -> tuple[LossOutputs, Tensor]:
+    def _loss(self, micro: MicroBatch, number: int) -> tuple[LossOutputs, Tensor]:
         """The loss of a micro-batch, and the log-probs of its trained tokens."""
         settings = self._settings.loss
         log_probs, entropy = self._policy.score(
             micro.packed, micro.rows, self._settings.temperature
         )
+        mask, weights = micro.pick("loss_mask"), micro.pick("loss_weights")
+        if self._supervised:
+            return cross_entropy(Demonstrations(log_probs, mask, weights, entropy)), log_probs
         engine = settings.sampling is not None or "tis" in self._own
         weigh, reduce = self._own_parts(micro, number)
         inputs = LossInputs(
             log_probs=log_probs,
             advantages=micro.advantages,
-            mask=micro.pick("loss_mask"),
-            weights=micro.pick("loss_weights"),
+            mask=mask,
+            weights=weights,
             old_log_probs=micro.old,
             ref_log_probs=micro.ref,
             entropy=entropy,

@@ -10,6 +10,7 @@ from flows.commands.slime import lines
 from rlcore.config import RunConfig, build_config, load_config
 from rlcore.config.load import resolve_paths
 from rlcore.errors import ConfigError
+from rlcore.slime.compat.attributes import slime_args
 from rlcore.slime.megatron import OPTIONS
 from rlcore.slime.rules import Joined, Setting
 from rlcore.slime.table import BY_NAME, GROUPS
@@ -260,5 +261,39 @@ def test_functions_of_the_trainer_are_settings() -> None:
     own = "--loss-type custom_loss --custom-loss-function-path my.loss"
     assert config_of(f"{SHORTEST} {own}").algorithm.custom_loss_function_path == "my.loss"
     assert "belong together" in refusals(f"{SHORTEST} --loss-type custom_loss")
-    assert "policy_loss or custom_loss" in refusals(f"{SHORTEST} --loss-type sft_loss")
+    assert "belong together" in refusals(f"{SHORTEST} --loss-type sft_loss")
+    assert "sft_loss or custom_loss" in refusals(f"{SHORTEST} --loss-type other")
     assert translate(shlex.split(f"{SHORTEST} --custom-tis-function-path my.mis")).notes
+
+
+def test_training_on_stored_rollouts_is_a_mode() -> None:
+    bare = SHORTEST.replace("--rollout-max-response-len 64", "").replace("--rollout-num-gpus 2", "")
+    run = config_of(f"{bare} --debug-train-only --load-debug-rollout-data first").run
+    assert (run.mode, run.train_from) == ("debug-train-only", "first")
+    assert config_of(f"{bare} --load-debug-rollout-data first").run == run
+    assert "name the stored run" in refusals(f"{SHORTEST} --debug-train-only")
+    both = f"{SHORTEST} --debug-train-only --debug-rollout-only"
+    assert "leave nothing to do" in refusals(both)
+    file = "/dumps/rollout_{rollout_id}.pt"
+    assert "files of slime are not read" in refusals(f"{SHORTEST} --load-debug-rollout-data {file}")
+
+
+def test_learning_a_data_set_is_a_mode() -> None:
+    sft = "slime.rollout.sft_rollout.generate_rollout"
+    line = (
+        "--hf-checkpoint /m --prompt-data /chats.parquet --input-key messages --tool-key tools "
+        f"--num-rollout 9 --rollout-batch-size 128 --global-batch-size 128 --rollout-shuffle "
+        f"--rollout-function-path {sft} --loss-type sft_loss --calculate-per-token-loss "
+        "--disable-compute-advantages-and-returns --debug-train-only --loss-mask-type qwen3 "
+        "--lr 1e-5 --lr-decay-style cosine --min-lr 1e-6 --lr-warmup-fraction 0.1"
+    )
+    config = config_of(line)
+    assert (config.run.mode, config.algorithm.loss_type) == ("sft", "sft_loss")
+    assert (config.data.input_key, config.rollout.n_samples_per_prompt) == ("messages", 1)
+    assert (config.reward.rm_type, config.compat.slime) == ("none", False)
+    assert config.algorithm.loss_aggregation == "token_mean"
+    assert slime_args(config.model_dump(mode="json"))["loss_type"] == "sft_loss"
+    assert "belong together" in refusals(line.replace("--loss-type sft_loss", ""))
+    assert "the policy loss needs them" in refusals(
+        f"{SHORTEST} --disable-compute-advantages-and-returns"
+    )

@@ -1,0 +1,87 @@
+"""Modes: what each needs and has, and that old runs keep their digests."""
+
+from typing import Any
+
+import pytest
+
+from rlcore.config import RunConfig, build_config, config_digest
+from rlcore.config.digest import tree_digest
+from rlcore.errors import ConfigError
+
+
+def config(**sections: Any) -> RunConfig:
+    base: dict[str, Any] = {
+        "model": {"path": "/model"},
+        "data": {"path": "/train.jsonl"},
+        "reward": {"custom_rm_path": "mine:reward"},
+    }
+    return build_config(base | sections)
+
+
+SFT: dict[str, Any] = {
+    "run": {"mode": "sft"},
+    "algorithm": {"loss_type": "sft_loss"},
+    "rollout": {"n_samples_per_prompt": 1, "rollout_batch_size": 256, "context_length": 64},
+}
+
+
+def test_who_trains_and_who_generates() -> None:
+    found = {
+        mode: (made.trains, made.generates)
+        for mode, made in {
+            "sync": config(),
+            "debug-rollout-only": config(run={"mode": "debug-rollout-only"}),
+            "debug-train-only": config(run={"mode": "debug-train-only", "train_from": "a"}),
+            "sft": config(**SFT),
+        }.items()
+    }
+    assert found == {
+        "sync": (True, True),
+        "debug-rollout-only": (False, True),
+        "debug-train-only": (True, False),
+        "sft": (True, False),
+    }
+
+
+@pytest.mark.parametrize("run", [{"mode": "debug-train-only"}, {"train_from": "a"}])
+def test_training_alone_names_its_batches(run: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match=r"run\.train_from, .* belong together"):
+        config(run=run)
+
+
+def test_a_run_without_these_settings_keeps_its_digest() -> None:
+    tree = config().model_dump(mode="json")
+    del tree["run"]["train_from"], tree["data"]["response_key"], tree["algorithm"]["loss_type"]
+    assert tree_digest(tree) == config_digest(config())
+
+
+def test_learning_a_data_set_needs_no_reward() -> None:
+    tree = {"model": {"path": "/m"}, "data": {"path": "/d.jsonl"}} | SFT
+    assert build_config(tree).reward.rm_type == "none"
+    assert config(**SFT).reward.custom_rm_path == "mine:reward"
+    assert not config(**SFT).algorithm.group_baseline
+    with pytest.raises(ConfigError, match=r"is for run.mode = 'sft' alone; give exactly one of"):
+        config(reward={"rm_type": "none"})
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"algorithm": {}}, "algorithm.loss_type = 'policy_loss', .* = 'sft_loss'"),
+        ({"rollout": {"n_samples_per_prompt": 8}}, "set rollout.n_samples_per_prompt = 1"),
+        ({"rollout": SFT["rollout"] | {"temperature": 0.7}}, "set rollout.temperature = 1.0"),
+        ({"data": {"path": "/d", "max_prompt_len": 9}}, "max_prompt_len is set, .*generates noth"),
+        (
+            {"rollout": SFT["rollout"] | {"over_sampling_batch_size": 512}},
+            "rollout.over_sampling_batch_size is set, but run.mode = 'sft' generates nothing",
+        ),
+        (
+            {"algorithm": {"loss_type": "sft_loss", "use_kl_loss": True}},
+            "algorithm.use_kl_loss = True is about the policy loss",
+        ),
+        ({"run": {}, "data": {"path": "/d", "response_key": "r"}}, "is for run.mode = 'sft'"),
+    ],
+)
+def test_what_learning_a_data_set_has_no_use_for(sections: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        config(**SFT | sections)
