@@ -47,6 +47,10 @@ class StoreError(SluiceError, OSError):
     """The object store could not do what was asked."""
 
 
+class StoreAway(StoreError):
+    """The store did not answer for as long as it is waited for. Never retried."""
+
+
 class Corrupt(StoreError):
     """An object's bytes do not match the digest that its manifest holds."""
 
@@ -83,5 +87,13 @@ class ActorDied(ClusterError):
     """A Ray actor is gone: its process was killed, or its machine is away."""
 
 
-NEVER_RETRIED = (ConfigError, DataError, PluginError, FilterError, Conflict, Fenced)
+NEVER_RETRIED = (
+    ConfigError,
+    DataError,
+    PluginError,
+    FilterError,
+    StoreAway,
+    Conflict,
+    Fenced,
+)
 """Errors for which trying the same thing again cannot help."""

@@ -13,7 +13,7 @@ from rlcore.cluster.fleet import Fleet
 from rlcore.cluster.plan import FleetPlan
 from rlcore.config import RunConfig, build_config, config_digest
 from rlcore.config.digest import NOT_COMPUTED
-from rlcore.errors import ConfigError, Conflict, Corrupt, StoreError
+from rlcore.errors import ConfigError, Conflict, Corrupt, StoreAway, StoreError
 from rlcore.fork_state import make_base_state
 from rlcore.observe.history import iterations_asked
 from rlcore.run import Run, find_open, forget, set_current
@@ -61,7 +61,7 @@ async def open_run(
     # Until another word replaces it: a driver that is killed leaves none.
     put_outcome(store, config, "interrupted", "", lease.epoch)
     put_driver(store, lease, sources)
-    outcome, message = "interrupted", ""
+    outcome, message, away = "interrupted", "", False
     try:
         refer_to_parent(store, lease)
         connected = ray_session.connect(config.cluster.ray_address)
@@ -86,6 +86,7 @@ async def open_run(
         outcome = "completed"
     except Exception as error:
         outcome, message = "failed", f"{type(error).__name__}: {error}"
+        away = isinstance(error, StoreAway)
         raise
     except BaseException:
         outcome = ending()
@@ -93,7 +94,9 @@ async def open_run(
     finally:
         lease.stop()
         shutil.rmtree(scratch, ignore_errors=True)
-        leave(store, config, lease, outcome, message)
+        # A store that is away takes no last word, and the run was to end by now.
+        if not away:
+            leave(store, config, lease, outcome, message)
 
 
 def named(config: RunConfig, root: str | None, run_id: str) -> RunConfig:

@@ -36,6 +36,8 @@ log = logging.getLogger("sluice.store")
 RENEWALS_PER_TTL = 4
 CLOCK_SKEW_S = 600.0
 """How far apart the clocks of two machines may be."""
+STOP_PATIENCE_S = 10.0
+"""Seconds that a renewal in progress is waited for at the end."""
 STALE_PATIENCE_S = 10.0
 """How long a store may show what lay there before our own last write."""
 _STALE_PAUSE_S = 0.05
@@ -138,10 +140,13 @@ class Lease:
             self._thread.start()
 
     def stop(self) -> None:
-        """End the background thread; the lease stays held until it expires."""
+        """End the background thread; the lease stays held until it expires.
+
+        A renewal that waits for a store that is away is not waited for.
+        """
         self._stop.set()
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(STOP_PATIENCE_S)
             self._thread = None
 
     def _renew_forever(self) -> None:

@@ -31,7 +31,7 @@ from aiohttp import ClientError as HttpError
 from fsspec import AbstractFileSystem
 from fsspec.asyn import sync
 
-from rlcore.errors import NotFound, StoreError
+from rlcore.errors import NotFound, StoreAway, StoreError
 from rlcore.store.objects import Objects, Option, check_key
 from rlcore.store.s3_transfer import BLOCK, NONCE, Reader, Upload
 
@@ -255,7 +255,7 @@ class S3Objects(Objects):
                 if not _is_transient(error):
                     raise self._sentence(key, error) from error
                 if time.monotonic() + wait > until:
-                    raise StoreError(
+                    raise StoreAway(
                         f"{self.url(key)}: the store did not answer for {self._retry_s:.0f} s "
                         f"({_brief(error)}); check that the server is up and that endpoint_url is "
                         "right"
