@@ -183,10 +183,15 @@ def check_reward(config: RunConfig) -> None:
         custom_rm_path=row.custom_rm_path,
         status=Status.COMPLETED,
     )
-    try:
-        rewards.try_reward(config.reward, sample)
-    except RewardError as error:
-        name = function_name(config.reward.custom_rm_path, config.reward.rm_type)
-        raise PluginError(
-            f"{name} failed its trial on an empty response to the first prompt: {error}"
-        ) from None
+    sections = [config.reward]
+    if config.eval.reward_key and any(not one.custom_rm_path for one in config.eval.datasets):
+        sections.append(config.reward.model_copy(update={"reward_key": config.eval.reward_key}))
+    for section, setting in zip(sections, ("", " with eval.reward_key"), strict=False):
+        try:
+            rewards.try_reward(section, sample)
+        except RewardError as error:
+            name = function_name(config.reward.custom_rm_path, config.reward.rm_type)
+            raise PluginError(
+                f"{name} failed its trial{setting} on an empty response to the first prompt: "
+                f"{error}"
+            ) from None

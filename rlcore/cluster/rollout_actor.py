@@ -142,6 +142,11 @@ class RolloutActor:
         slime.activate(plan.slime)
         self._scorer = Scorer(plan.reward)
         self._scorer.start()
+        self._eval_scorer = self._scorer
+        if plan.eval.reward_key is not None:
+            own = {"reward_key": plan.eval.reward_key}
+            # Its processes start with the first evaluation.
+            self._eval_scorer = Scorer(plan.reward.model_copy(update=own))
         # Tokenizer and data load while the engines start.
         self._loading: Future[_Loaded] = ThreadPoolExecutor(1).submit(_load, plan)
         self._batch: tuple[tuple[str, ...], list[Sample]] = ((), [])
@@ -327,7 +332,7 @@ class RolloutActor:
             self._plan.rollout,
             loaded.tokenizer,
             pool,
-            self._scorer,
+            self._eval_scorer,
             run_seed=self._plan.seed,
             version=str(policy_version),
         )
@@ -346,7 +351,8 @@ class RolloutActor:
 
     async def close(self) -> None:
         """End the scorer processes and close the connections."""
-        await asyncio.to_thread(self._scorer.close)
+        for scorer in {self._scorer, self._eval_scorer}:
+            await asyncio.to_thread(scorer.close)
         if self._pool is not None:
             await self._pool.close()
 

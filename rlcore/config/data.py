@@ -163,6 +163,8 @@ class EvalConfig(Section):
     """Instead of `datasets`: a YAML file of them, as slime has it."""
     datasets: list[EvalDataset] = []
     """What to evaluate on."""
+    reward_key: str | None = None
+    """Which entry of a reward that is a dict counts in evaluations. Default: reward.reward_key."""
 
     @model_validator(mode="after")
     def _has_datasets(self) -> "EvalConfig":

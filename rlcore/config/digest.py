@@ -19,6 +19,7 @@ NEWER: tuple[tuple[str, str, Any], ...] = (
     ("run", "mode", "sync"),
     ("compat", "slime", False),
     ("compat", "args", {}),
+    ("eval", "reward_key", None),
     ("algorithm", "custom_reward_post_process_path", None),
     ("algorithm", "custom_advantage_function_path", None),
     ("algorithm", "custom_tis_function_path", None),

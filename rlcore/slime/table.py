@@ -303,7 +303,7 @@ EVAL = (
     Argument("eval-max-prompt-len", "int", Joined("eval.datasets.max_prompt_len")),
     Argument("eval-min-new-tokens", "int", Joined("eval.datasets.min_new_tokens")),
     Argument("eval-max-context-len", "int", Refused("rollout.context_length is for both")),
-    Argument("eval-reward-key", "str", Refused("reward.reward_key is for both")),
+    Argument("eval-reward-key", "str", Setting("eval.reward_key")),
 )
 
 ALGORITHM = (

@@ -232,6 +232,10 @@ def test_functions_are_taken_as_slime_s() -> None:
     assert not config_of(typed).compat.slime
 
 
+def test_an_evaluation_may_have_a_reward_key_of_its_own() -> None:
+    assert config_of(f"{SHORTEST} --eval-reward-key acc").eval.reward_key == "acc"
+
+
 def test_rollouts_without_training_are_a_mode() -> None:
     assert config_of(f"{SHORTEST} --debug-rollout-only").run.mode == "debug-rollout-only"
     assert config_of(SHORTEST).run.mode == "sync"
