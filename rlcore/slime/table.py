@@ -156,7 +156,7 @@ TRAIN = (
 MODEL = (
     Argument("hf-checkpoint", "str", Setting("model.path")),
     Argument("model-name", "str", Held("the model's config.json says what it is")),
-    Argument("ref-load", "str", Held("the reference is the starting model, --hf-checkpoint")),
+    Argument("ref-load", "str", Held("the reference begins as the starting model")),
     Argument("ref-ckpt-step", "int", Refused("the reference is the starting model")),
     Argument("load", "str", Joined("storage.root", "the same folder as --save: a run resumes")),
     Argument("save", "str", Joined("storage.root")),
@@ -341,7 +341,7 @@ ALGORITHM = (
     flag("use-kl-loss", Setting("algorithm.use_kl_loss")),
     Argument("kl-loss-coef", "float", Setting("algorithm.kl_loss_coef")),
     flag("use-unbiased-kl", Setting("algorithm.use_unbiased_kl")),
-    Argument("ref-update-interval", "int", Refused("the reference is the starting model")),
+    Argument("ref-update-interval", "int", Setting("algorithm.ref_update_interval")),
     Argument("entropy-coef", "float", Setting("algorithm.entropy_coef")),
     Argument("gamma", "float", Setting("algorithm.gamma")),
     Argument("lambd", "float", Setting("algorithm.lambd")),
