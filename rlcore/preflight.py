@@ -150,6 +150,8 @@ def check_plugins(config: RunConfig) -> None:
         if held_out.custom_generate_function_path:
             setting = f"custom_generate_function_path of eval.datasets {held_out.name!r}"
             load_checked(held_out.custom_generate_function_path, setting, "generate")
+    if config.eval.eval_function_path is not None:
+        load_checked(config.eval.eval_function_path, "eval.eval_function_path", "rollout")
     Hooks(config.rollout, None)
     for name, kind in TRAINING.items() if config.trains else ():
         if (path := getattr(config.algorithm, name)) is not None:

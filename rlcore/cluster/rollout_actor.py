@@ -40,6 +40,7 @@ from rlcore.rollout.judge import GroupJudge, judged_by, samples_dynamically
 from rlcore.rollout.limits import Limits
 from rlcore.rollout.loop import Dropped, DynamicFilter, RolloutBatch, rollout
 from rlcore.rollout.metrics import reward_metrics
+from rlcore.rollout.own_evaluation import OwnEvaluation
 from rlcore.rollout.pool import EnginePool
 from rlcore.rollout.rewards.protocol import Score
 from rlcore.rollout.rewards.scorer import Scorer
@@ -327,6 +328,7 @@ class RolloutActor:
         """
         self._fence(epoch)
         loaded, pool = await self._loaded(), self._engines()
+        own = self._plan.eval.eval_function_path
         result = await evaluate(
             loaded.eval_sets,
             self._plan.rollout,
@@ -335,6 +337,8 @@ class RolloutActor:
             self._eval_scorer,
             run_seed=self._plan.seed,
             version=str(policy_version),
+            iteration=iteration,
+            own=None if own is None else OwnEvaluation(own),
         )
         files = [
             await self._write_samples("evaluate", iteration, shard, attempt, samples, folder)
@@ -346,7 +350,7 @@ class RolloutActor:
             compute_seconds=result.generation_s,
             timings={"generate": result.generation_s},
             prompts=sum(len(one.dataset) for one in loaded.eval_sets),
-            extra={"datasets": [one.config.name for one in loaded.eval_sets]},
+            extra={"datasets": result.names},
         )
 
     async def close(self) -> None:

@@ -20,6 +20,7 @@ NEWER: tuple[tuple[str, str, Any], ...] = (
     ("compat", "slime", False),
     ("compat", "args", {}),
     ("eval", "reward_key", None),
+    ("eval", "eval_function_path", None),
     ("algorithm", "ref_update_interval", None),
     ("algorithm", "custom_reward_post_process_path", None),
     ("algorithm", "custom_advantage_function_path", None),

@@ -290,7 +290,7 @@ EVAL = (
     Argument("eval-interval", "int", Joined("eval.eval_interval")),
     Argument("eval-prompt-data", "strs", Joined("eval.datasets", "pairs of name and path")),
     Argument("eval-config", "str", Setting("eval.eval_config")),
-    Argument("eval-function-path", "str", Refused("evaluation generates as training does")),
+    Argument("eval-function-path", "str", Joined("eval.eval_function_path")),
     flag("skip-eval-before-train", Held("the first evaluation is after eval.eval_interval")),
     Argument("eval-input-key", "str", Joined("eval.datasets.input_key")),
     Argument("eval-label-key", "str", Joined("eval.datasets.label_key")),

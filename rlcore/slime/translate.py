@@ -36,6 +36,7 @@ PLUGINS = (
     "custom-rm-path",
     "custom-tis-function-path",
     "dynamic-sampling-filter-path",
+    "eval-function-path",
     "rollout-all-samples-process-path",
     "rollout-function-path",
     "rollout-sample-filter-path",
@@ -330,11 +331,14 @@ def _evaluation(given: dict[str, Any], done: Translation) -> None:
         raise ConfigError(
             f"--eval-prompt-data {' '.join(pairs)}: it takes pairs of a name and a path"
         )
+    own = given.get("eval-function-path", BUILT_IN_ROLLOUT)
+    if own != BUILT_IN_ROLLOUT:
+        _set(done, "eval.eval_function_path", own)
     if "eval-interval" in given:
-        if not pairs and "eval-config" not in given:
+        if not pairs and "eval-config" not in given and own == BUILT_IN_ROLLOUT:
             raise ConfigError("--eval-interval needs --eval-prompt-data or --eval-config")
         _set(done, "eval.eval_interval", given["eval-interval"])
-    own = {
+    settings = {
         name.removeprefix("eval-").replace("-", "_"): given[name]
         for name in EVAL_SETTINGS
         if name in given
@@ -349,7 +353,7 @@ def _evaluation(given: dict[str, Any], done: Translation) -> None:
             "max_response_len": given.get(
                 "eval-max-response-len", given["rollout-max-response-len"]
             ),
-            **own,
+            **settings,
         }
         for name, path in zip(pairs[::2], pairs[1::2], strict=True)
     ]

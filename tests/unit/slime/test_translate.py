@@ -236,6 +236,14 @@ def test_an_evaluation_may_have_a_reward_key_of_its_own() -> None:
     assert config_of(f"{SHORTEST} --eval-reward-key acc").eval.reward_key == "acc"
 
 
+def test_a_function_may_evaluate() -> None:
+    config = config_of(f"{SHORTEST} --eval-function-path my.evaluate --eval-interval 5")
+    assert config.eval.eval_function_path == "my.evaluate" and config.compat.slime
+    same = "slime.rollout.sglang_rollout.generate_rollout"
+    line = f"{SHORTEST} --eval-function-path {same} --eval-interval 5 --eval-prompt-data a /a.jsonl"
+    assert config_of(line).eval.eval_function_path is None
+
+
 def test_rollouts_without_training_are_a_mode() -> None:
     assert config_of(f"{SHORTEST} --debug-rollout-only").run.mode == "debug-rollout-only"
     assert config_of(SHORTEST).run.mode == "sync"
