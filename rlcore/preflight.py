@@ -152,6 +152,8 @@ def check_plugins(config: RunConfig) -> None:
             load_checked(held_out.custom_generate_function_path, setting, "generate")
     if config.eval.eval_function_path is not None:
         load_checked(config.eval.eval_function_path, "eval.eval_function_path", "rollout")
+    if config.rollout.data_source_path is not None:
+        load_checked(config.rollout.data_source_path, "rollout.data_source_path", "data_source")
     Hooks(config.rollout, None)
     for name, kind in TRAINING.items() if config.trains else ():
         if (path := getattr(config.algorithm, name)) is not None:

@@ -41,6 +41,7 @@ from rlcore.rollout.limits import Limits
 from rlcore.rollout.loop import Dropped, DynamicFilter, RolloutBatch, rollout
 from rlcore.rollout.metrics import reward_metrics
 from rlcore.rollout.own_evaluation import OwnEvaluation
+from rlcore.rollout.own_source import OwnSource, SourceArgs
 from rlcore.rollout.pool import EnginePool
 from rlcore.rollout.rewards.protocol import Score
 from rlcore.rollout.rewards.scorer import Scorer
@@ -201,7 +202,8 @@ class RolloutActor:
             iteration: counted from 0.
             attempt: name of this execution.
             cursor: of the rollout before; None at the start. Its `buffer`, where it has one, is
-                what that rollout left (`rlcore.rollout.buffer`).
+                what that rollout left (`rlcore.rollout.buffer`); its `source` the state of a source
+                of one's own.
             policy_version: that every engine must report.
         """
         self._fence(epoch)
@@ -225,6 +227,7 @@ class RolloutActor:
                 ready=writer.add,
                 dynamic=self._dynamic(),
                 hooks=self._hooks,
+                source=self._source(loaded, (cursor or {}).get("source")),
             )
             log.info("iteration %d: %s", iteration, shown(made.metrics))
             rolled = time.perf_counter()
@@ -391,6 +394,13 @@ class RolloutActor:
         chosen = plan.filter.dynamic_sampling_filter_path
         return DynamicFilter(judge, f"filter.dynamic_sampling_filter_path = {chosen!r}")
 
+    def _source(self, loaded: _Loaded, state: Any) -> OwnSource | None:
+        plan, path = self._plan, self._plan.rollout.data_source_path
+        if path is None:
+            return None
+        args = SourceArgs(plan.rollout, plan.data, loaded.dataset, loaded.tokenizer, plan.seed)
+        return OwnSource(path, args, state)
+
     def _engines(self) -> EnginePool:
         if self._pool is None:
             raise EngineError(f"run {self._plan.run_id}: the rollout worker was given no engines")
@@ -441,6 +451,8 @@ class RolloutActor:
         where, extra = (self._plan.run_id, iteration, attempt), {}
         if made.left:
             extra["buffer"] = write_buffer(self._objects, buffer_prefix(*where), made.left)
+        if self._plan.rollout.data_source_path is not None:
+            extra["source"] = made.source
         if made.dropped:
             groups = [_with_scores(one) for one in made.dropped]
             extra["dropped"] = write_buffer(self._objects, dropped_prefix(*where), groups)

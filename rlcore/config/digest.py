@@ -19,6 +19,7 @@ NEWER: tuple[tuple[str, str, Any], ...] = (
     ("run", "mode", "sync"),
     ("compat", "slime", False),
     ("compat", "args", {}),
+    ("rollout", "data_source_path", None),
     ("eval", "reward_key", None),
     ("eval", "eval_function_path", None),
     ("algorithm", "ref_update_interval", None),

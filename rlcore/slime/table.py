@@ -189,14 +189,7 @@ DATA = (
         "disable-rollout-global-dataset",
         Refused("prompts come from data.path, whose cursor is what makes a run resumable"),
     ),
-    Argument(
-        "data-source-path",
-        "str",
-        Held(
-            "the built-in source has a buffer",
-            ("slime.rollout.data_source.RolloutDataSourceWithBuffer",),
-        ),
-    ),
+    Argument("data-source-path", "str", Joined("rollout.data_source_path")),
     Argument(
         "start-rollout-id",
         "int",

@@ -25,6 +25,7 @@ EVAL_SETTINGS = (
 )
 """Arguments that are settings of each evaluation set, of the same name."""
 BUILT_IN_ROLLOUT = "slime.rollout.sglang_rollout.generate_rollout"
+BUILT_IN_SOURCE = "slime.rollout.data_source.RolloutDataSourceWithBuffer"
 ICEPOP = "slime.backends.megatron_utils.loss.icepop_function"
 PLUGINS = (
     "buffer-filter-path",
@@ -35,6 +36,7 @@ PLUGINS = (
     "custom-reward-post-process-path",
     "custom-rm-path",
     "custom-tis-function-path",
+    "data-source-path",
     "dynamic-sampling-filter-path",
     "eval-function-path",
     "rollout-all-samples-process-path",
@@ -280,7 +282,10 @@ def _functions(given: dict[str, Any], done: Translation) -> None:
     elif "rm-type" in given:
         _set(done, "reward.rm_type", given["rm-type"])
 
-    built_in = {BUILT_IN_ROLLOUT, ICEPOP, *BUILT_IN_FILTERS}
+    source = given.get("data-source-path", BUILT_IN_SOURCE)
+    if source != BUILT_IN_SOURCE:
+        _set(done, "rollout.data_source_path", source)
+    built_in = {BUILT_IN_ROLLOUT, BUILT_IN_SOURCE, ICEPOP, *BUILT_IN_FILTERS}
     if any(given[name] not in built_in for name in PLUGINS if name in given):
         _set(done, "compat.slime", True)
 

@@ -186,7 +186,6 @@ def test_what_slime_defaults_to_is_said_where_ours_is_another() -> None:
     [
         ("--use-routing-replay", "--use-routing-replay: no mixture-of-experts routing"),
         ("--rollout-functon-path x", "did you mean --rollout-function-path?"),
-        ("--data-source-path my.Source", "only slime.rollout.data_source"),
         ("--update-weights-interval 2", "--update-weights-interval 2: only 1 is possible"),
         ("--lr much", "--lr much: could not convert"),
         ("--lr 1 2", "it takes one value, not 2"),
@@ -242,6 +241,12 @@ def test_a_function_may_evaluate() -> None:
     same = "slime.rollout.sglang_rollout.generate_rollout"
     line = f"{SHORTEST} --eval-function-path {same} --eval-interval 5 --eval-prompt-data a /a.jsonl"
     assert config_of(line).eval.eval_function_path is None
+
+
+def test_a_class_may_choose_the_prompts() -> None:
+    assert config_of(f"{SHORTEST} --data-source-path my.Source").rollout.data_source_path
+    built_in = "slime.rollout.data_source.RolloutDataSourceWithBuffer"
+    assert config_of(f"{SHORTEST} --data-source-path {built_in}").rollout.data_source_path is None
 
 
 def test_rollouts_without_training_are_a_mode() -> None:
