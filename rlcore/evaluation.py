@@ -100,7 +100,7 @@ async def evaluate_checkpoint(
         Corrupt: a file of the checkpoint was altered.
         EngineError, ClusterError, DataError, RewardError: as in a run.
     """
-    if not datasets:
+    if not datasets and config.eval.eval_function_path is None:
         raise ConfigError(
             f"run {config.run.id} has no eval.datasets; name the data sets to evaluate on"
         )

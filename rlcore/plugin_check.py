@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlcore.config.tree import FilterConfig, RewardConfig, RolloutConfig
+from rlcore.config.tree import DataConfig, FilterConfig, RewardConfig, RolloutConfig
+from rlcore.data import load_dataset
 from rlcore.engine.launch import EngineProcess, embedded_argv
 from rlcore.errors import PluginError, SluiceError
 from rlcore.net import free_port
@@ -29,6 +30,7 @@ from rlcore.plugins import (
 from rlcore.rollout.filters.rules import make_rule
 from rlcore.rollout.generate import Generator
 from rlcore.rollout.limits import Limits
+from rlcore.rollout.own_source import OwnSource, SourceArgs
 from rlcore.rollout.pool import EnginePool
 from rlcore.rollout.rewards import Scorer
 from rlcore.sample import Sample, Status
@@ -70,6 +72,7 @@ def kind_of(spec: str) -> Kind:
     fitting = [
         kind
         for kind, wanted in PARAMETERS.items()
+        if (kind == "data_source") == isinstance(function, type)
         if (set(wanted[1:]) <= set(names) if kind in BY_NAME else names[: len(wanted)] == wanted)
     ]
     # What begins as another does is the longer one: generate takes all that a reward takes.
@@ -96,7 +99,7 @@ def check_plugin(
         spec: `module:function` or an absolute `file.py:function`.
         kind: what it is for.
         reward_key: of a reward function that returns a dict.
-        model: Hugging Face folder for a generate function; needed for that kind alone.
+        model: Hugging Face folder for a generate function or a source; needed for those alone.
 
     Raises:
         PluginError: it cannot be loaded, or cannot be called as its kind is.
@@ -111,6 +114,10 @@ def check_plugin(
             if model is None:
                 raise PluginError(f"{spec}: a generate function is tried with a model; name one")
             return check_generate(spec, model, group=kind == "group_generate")
+        case "data_source":
+            if model is None:
+                raise PluginError(f"{spec}: a source is tried with a tokenizer; name a model")
+            return list(check_source(spec, model))
         case "build":
             return list(check_build(load_function(spec, SETTING)))
         case _ if kind in TRAINING.values():
@@ -259,6 +266,38 @@ def _pending(tokenizer: Any) -> list[Sample]:
         Sample(group_index=0, index=k, prompt_id="p", prompt=text, tokens=list(ids), seed=k)
         for k in range(2)
     ]
+
+
+# --- source ---------------------------------------------------------------------------------------
+
+
+def check_source(spec: str, model: Path) -> Iterator[Finding]:
+    """Groups of pending samples, the same from the start, and from a state what follows it."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
+    with tempfile.TemporaryDirectory(prefix="sluice-check-") as folder:
+        path = Path(folder) / "prompts.jsonl"
+        path.write_text("".join(f'{{"prompt": "{k}+{k}="}}\n' for k in range(12)))
+        data = DataConfig(path=str(path))
+        config = RolloutConfig(n_samples_per_prompt=2, data_source_path=spec)
+        args = SourceArgs(config, data, load_dataset(data, lambda: tokenizer), tokenizer, 0)
+        try:
+            source = OwnSource(spec, args)
+            first, state = _asked(source), source.state()
+            yield Finding("groups, and a state")
+            again = _asked(OwnSource(spec, args)) == first
+            other = "other prompts from the same start, so a rollout that is done again differs"
+            yield Finding("the same again", None if again else other)
+            follows = _asked(OwnSource(spec, args, state)) == _asked(source)
+            other = "from its own state it goes on with other prompts than without a stop"
+            yield Finding("going on from its state", None if follows else other)
+        except PluginError as error:
+            yield Finding("groups, and a state", str(error))
+
+
+def _asked(source: OwnSource) -> list[list[int]]:
+    return [sample.tokens for n in (3, 2) for group in source.take(n) for sample in group]
 
 
 # --- build ----------------------------------------------------------------------------------------

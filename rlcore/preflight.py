@@ -163,6 +163,10 @@ def check_plugins(config: RunConfig) -> None:
         if held_out.custom_generate_function_path:
             setting = f"custom_generate_function_path of eval.datasets {held_out.name!r}"
             load_checked(held_out.custom_generate_function_path, setting, "generate")
+    if config.eval.eval_function_path is not None:
+        load_checked(config.eval.eval_function_path, "eval.eval_function_path", "rollout")
+    if config.rollout.data_source_path is not None:
+        load_checked(config.rollout.data_source_path, "rollout.data_source_path", "data_source")
     Hooks(config.rollout, None)
     for name, kind in TRAINING.items() if config.trains else ():
         if (path := getattr(config.algorithm, name)) is not None:
@@ -196,10 +200,15 @@ def check_reward(config: RunConfig) -> None:
         custom_rm_path=row.custom_rm_path,
         status=Status.COMPLETED,
     )
-    try:
-        rewards.try_reward(config.reward, sample)
-    except RewardError as error:
-        name = function_name(config.reward.custom_rm_path, config.reward.rm_type)
-        raise PluginError(
-            f"{name} failed its trial on an empty response to the first prompt: {error}"
-        ) from None
+    sections = [config.reward]
+    if config.eval.reward_key and any(not one.custom_rm_path for one in config.eval.datasets):
+        sections.append(config.reward.model_copy(update={"reward_key": config.eval.reward_key}))
+    for section, setting in zip(sections, ("", " with eval.reward_key"), strict=False):
+        try:
+            rewards.try_reward(section, sample)
+        except RewardError as error:
+            name = function_name(config.reward.custom_rm_path, config.reward.rm_type)
+            raise PluginError(
+                f"{name} failed its trial{setting} on an empty response to the first prompt: "
+                f"{error}"
+            ) from None

@@ -130,12 +130,14 @@ class Run:
     def cursor_before(self, i: int) -> dict[str, Any] | None:
         """Where the data stands before iteration i; None at the start.
 
-        `buffer` in it is what the rollout before began and did not use.
+        `buffer` in it is what the rollout before began and did not use, `source` the state of a
+        source of one's own.
         """
         if not i:
             return None
         before = self.stage(i - 1, "rollout")
-        return (before.cursor or {}) | {"buffer": before.extra.get("buffer")}
+        beside = {name: before.extra.get(name) for name in ("buffer", "source")}
+        return (before.cursor or {}) | beside
 
     def stored_batch(self, i: int) -> dict[str, StageRef]:
         """Rollout, reward and filter of iteration i of the run that this one trains from.

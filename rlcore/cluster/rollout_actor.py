@@ -41,6 +41,8 @@ from rlcore.rollout.judge import GroupJudge, judged_by, samples_dynamically
 from rlcore.rollout.limits import Limits
 from rlcore.rollout.loop import Dropped, DynamicFilter, RolloutBatch, rollout
 from rlcore.rollout.metrics import reward_metrics
+from rlcore.rollout.own_evaluation import OwnEvaluation
+from rlcore.rollout.own_source import OwnSource, SourceArgs
 from rlcore.rollout.pool import EnginePool
 from rlcore.rollout.rewards.protocol import Score
 from rlcore.rollout.rewards.scorer import Scorer
@@ -147,6 +149,11 @@ class RolloutActor:
         self._scorer = Scorer(plan.reward)
         if not plan.supervised:
             self._scorer.start()
+        self._eval_scorer = self._scorer
+        if plan.eval.reward_key is not None:
+            own = {"reward_key": plan.eval.reward_key}
+            # Its processes start with the first evaluation.
+            self._eval_scorer = Scorer(plan.reward.model_copy(update=own))
         # Tokenizer and data load while the engines start.
         self._loading: Future[_Loaded] = ThreadPoolExecutor(1).submit(_load, plan)
         self._batch: tuple[tuple[str, ...], list[Sample]] = ((), [])
@@ -200,7 +207,8 @@ class RolloutActor:
             iteration: counted from 0.
             attempt: name of this execution.
             cursor: of the rollout before; None at the start. Its `buffer`, where it has one, is
-                what that rollout left (`rlcore.rollout.buffer`).
+                what that rollout left (`rlcore.rollout.buffer`); its `source` the state of a source
+                of one's own.
             policy_version: that every engine must report.
         """
         self._fence(epoch)
@@ -263,6 +271,7 @@ class RolloutActor:
             ready=writer.add if plan.rollout.teacher_url is None else None,
             dynamic=self._dynamic(),
             hooks=self._hooks,
+            source=self._source(loaded, (request.cursor or {}).get("source")),
         )
 
     async def reward(
@@ -345,14 +354,17 @@ class RolloutActor:
         """
         self._fence(epoch)
         loaded, pool = await self._loaded(), self._engines()
+        own = self._plan.eval.eval_function_path
         result = await evaluate(
             loaded.eval_sets,
             self._plan.rollout,
             loaded.tokenizer,
             pool,
-            self._scorer,
+            self._eval_scorer,
             run_seed=self._plan.seed,
             version=str(policy_version),
+            iteration=iteration,
+            own=None if own is None else OwnEvaluation(own),
         )
         files = [
             await self._write_samples("evaluate", iteration, shard, attempt, samples, folder)
@@ -364,12 +376,13 @@ class RolloutActor:
             compute_seconds=result.generation_s,
             timings={"generate": result.generation_s},
             prompts=sum(len(one.dataset) for one in loaded.eval_sets),
-            extra={"datasets": [one.config.name for one in loaded.eval_sets]},
+            extra={"datasets": result.names},
         )
 
     async def close(self) -> None:
         """End the scorer processes and close the connections."""
-        await asyncio.to_thread(self._scorer.close)
+        for scorer in {self._scorer, self._eval_scorer}:
+            await asyncio.to_thread(scorer.close)
         if self._pool is not None:
             await self._pool.close()
 
@@ -403,6 +416,13 @@ class RolloutActor:
         judge = GroupJudge(self._scorer, rule, plan.reward, batch)
         chosen = plan.filter.dynamic_sampling_filter_path
         return DynamicFilter(judge, f"filter.dynamic_sampling_filter_path = {chosen!r}")
+
+    def _source(self, loaded: _Loaded, state: Any) -> OwnSource | None:
+        plan, path = self._plan, self._plan.rollout.data_source_path
+        if path is None:
+            return None
+        args = SourceArgs(plan.rollout, plan.data, loaded.dataset, loaded.tokenizer, plan.seed)
+        return OwnSource(path, args, state)
 
     def _engines(self) -> EnginePool:
         if self._pool is None:
@@ -454,6 +474,8 @@ class RolloutActor:
         where, extra = (self._plan.run_id, iteration, attempt), {}
         if made.left:
             extra["buffer"] = write_buffer(self._objects, buffer_prefix(*where), made.left)
+        if self._plan.rollout.data_source_path is not None:
+            extra["source"] = made.source
         if made.dropped:
             groups = [_with_scores(one) for one in made.dropped]
             extra["dropped"] = write_buffer(self._objects, dropped_prefix(*where), groups)

@@ -81,6 +81,8 @@ class AlgorithmConfig(Section):
     """Estimator of KL term and KL penalty."""
     use_unbiased_kl: bool = False
     """Multiply the KL term by the ratio to the policy that sampled (arXiv 2512.02556)."""
+    ref_update_interval: PositiveInt | None = None
+    """Iterations after which the policy becomes the reference; none: always the starting model."""
     entropy_coef: Annotated[float, Field(ge=0)] = 0.0
     """Weight of an entropy bonus."""
     use_opsm: bool = False
@@ -169,6 +171,12 @@ class AlgorithmConfig(Section):
             raise ValueError(
                 "algorithm.use_unbiased_kl = true is about the KL term; set "
                 "algorithm.use_kl_loss = true, or remove it"
+            )
+        if self.ref_update_interval is not None and not self.needs_reference:
+            raise ValueError(
+                f"algorithm.ref_update_interval = {self.ref_update_interval} is about the "
+                "reference of a KL term or penalty; set algorithm.use_kl_loss = true or "
+                "algorithm.kl_coef, or remove it"
             )
         if (self.loss_divisor is not None) != (self.loss_aggregation == "constant"):
             raise ValueError(

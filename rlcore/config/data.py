@@ -166,10 +166,16 @@ class EvalConfig(Section):
     """Instead of `datasets`: a YAML file of them, as slime has it."""
     datasets: list[EvalDataset] = []
     """What to evaluate on."""
+    reward_key: str | None = None
+    """Which entry of a reward that is a dict counts in evaluations. Default: reward.reward_key."""
+
+    eval_function_path: FunctionPath | None = None
+    """A function `(args, rollout_id, data_source)` that evaluates: samples by data set."""
 
     @model_validator(mode="after")
     def _has_datasets(self) -> "EvalConfig":
-        if self.eval_interval is not None and not self.datasets:
+        own = self.eval_function_path is not None
+        if self.eval_interval is not None and not (self.datasets or own):
             raise ValueError("eval.eval_interval is set but eval.datasets is empty")
         names = [d.name for d in self.datasets]
         if len(set(names)) != len(names):

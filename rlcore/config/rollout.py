@@ -57,6 +57,8 @@ class RolloutConfig(Section):
     """That function takes the samples of a group, and a list of parameters, one a sample."""
     custom_rollout_function_path: FunctionPath | None = None
     """A function `rollout(args, rollout_id, data_source)` that makes the whole batch."""
+    data_source_path: FunctionPath | None = None
+    """A class that chooses the prompts, in place of the order of data.path: a curriculum."""
     buffer_filter_path: FunctionPath | None = None
     """A function `(args, rollout_id, buffer, num_samples)` that picks from what was left over."""
     rollout_sample_filter_path: FunctionPath | None = None

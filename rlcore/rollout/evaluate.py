@@ -9,7 +9,7 @@ import json
 import statistics
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlcore.config.tree import EvalDataset, RolloutConfig
 from rlcore.data import Dataset
@@ -22,6 +22,9 @@ from rlcore.rollout.rewards.scorer import Scorer
 from rlcore.rollout.supply import make_groups
 from rlcore.rollout.together import all_of
 from rlcore.sample import Sample, Status
+
+if TYPE_CHECKING:
+    from rlcore.rollout.own_evaluation import OwnEvaluation
 
 
 @dataclass(frozen=True)
@@ -37,11 +40,13 @@ class EvalResult:
     """What an evaluation gave.
 
     Attributes:
+        names: of the data sets.
         samples: of each data set, rewards set.
         metrics: `eval/NAME` (mean reward), `eval/NAME/pass@k` and the like.
         generation_s: seconds in which engines generated.
     """
 
+    names: list[str]
     samples: list[list[Sample]]
     metrics: dict[str, float]
     generation_s: float
@@ -56,6 +61,8 @@ async def evaluate(
     *,
     run_seed: int,
     version: str | None,
+    iteration: int = 0,
+    own: "OwnEvaluation | None" = None,
 ) -> EvalResult:
     """Generate and score responses to all prompts of all data sets.
 
@@ -67,20 +74,31 @@ async def evaluate(
         scorer: of the run's reward function.
         run_seed: of the run.
         version: policy version that the engines must report.
+        iteration: told to a function of one's own.
+        own: that function, where there is one.
 
     Raises:
         EngineError, DataError, PluginError, RewardError: as rollouts and rewards do.
     """
     began = time.perf_counter()
-    made = await all_of(_generate(s, rollout, tokenizer, pool, run_seed, version) for s in sets)
-    seconds = time.perf_counter() - began
     metrics: dict[str, float] = {}
-    for one, samples in zip(sets, made, strict=True):
+    if own is not None:
+        from rlcore.rollout.own_evaluation import Serving
+
+        serving = Serving(sets, rollout, tokenizer, pool, run_seed, version)
+        found = await own.make(iteration, serving)
+        parts, metrics = found.parts, found.metrics
+    else:
+        made = await all_of(_generate(s, rollout, tokenizer, pool, run_seed, version) for s in sets)
+        parts = [(one.config, samples) for one, samples in zip(sets, made, strict=True)]
+    seconds = time.perf_counter() - began
+    for config, samples in parts:
         scores = await scorer.score(samples)
-        metrics |= eval_metrics(one.config, samples, scores)
+        metrics |= eval_metrics(config, samples, scores)
         for sample, score in zip(samples, scores, strict=True):
             set_score(sample, score)
-    return EvalResult(made, metrics, seconds)
+    names = [config.name for config, _ in parts]
+    return EvalResult(names, [samples for _, samples in parts], metrics, seconds)
 
 
 async def _generate(
@@ -91,17 +109,32 @@ async def _generate(
     run_seed: int,
     version: str | None,
 ) -> list[Sample]:
-    config, n = one.config, one.config.n_samples_per_eval_prompt
-    own, more = eval_settings(config, rollout)
+    samples = eval_samples(one, tokenizer, run_seed)
+    generator = eval_generator(one, rollout, tokenizer, pool)
+    return await generator.run(samples, one.config.n_samples_per_eval_prompt, version)
+
+
+def eval_samples(one: EvalSet, tokenizer: Any, run_seed: int) -> list[Sample]:
+    """Pending samples of all prompts of a data set, in whole groups."""
+    config = one.config
     prompts = one.dataset.tokenized(range(len(one.dataset)), tokenizer)
-    samples = make_groups(prompts, n, run_seed, f"eval-{config.name}")
+    samples = make_groups(
+        prompts, config.n_samples_per_eval_prompt, run_seed, f"eval-{config.name}"
+    )
     for sample in samples:
         sample.custom_rm_path = config.custom_rm_path or sample.custom_rm_path
         sample.metadata |= config.metadata_overrides
         if config.rm_type is not None:
             sample.metadata["rm_type"] = config.rm_type
-    generator = Generator(own, tokenizer, pool, evaluation=True, more=more)
-    return await generator.run(samples, n, version)
+    return samples
+
+
+def eval_generator(
+    one: EvalSet, rollout: RolloutConfig, tokenizer: Any, pool: EnginePool
+) -> Generator:
+    """What fills in the responses of a data set's samples."""
+    own, more = eval_settings(one.config, rollout)
+    return Generator(own, tokenizer, pool, evaluation=True, more=more)
 
 
 def eval_settings(

@@ -21,6 +21,7 @@ from rlcore.rollout.generate import Generator, Ready
 from rlcore.rollout.groups import split_groups
 from rlcore.rollout.hooks import Hooks, RolloutArgs
 from rlcore.rollout.metrics import rollout_metrics
+from rlcore.rollout.own_source import OwnSource, OwnSupply
 from rlcore.rollout.rewards.protocol import Score
 from rlcore.rollout.supply import RolloutRequest, Supply
 from rlcore.sample import Sample
@@ -47,6 +48,7 @@ class RolloutBatch:
         left: groups that the next rollout begins with, in the order of the plan.
         scores: of the samples, where the groups were chosen by them; else None.
         dropped: in the order of the plan.
+        source: state of a source of one's own behind the prompts that were begun.
     """
 
     samples: list[Sample]
@@ -56,6 +58,7 @@ class RolloutBatch:
     left: list[Group] = field(default_factory=list)
     scores: list[Score] | None = None
     dropped: list[Dropped] = field(default_factory=list)
+    source: Any = None
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,7 @@ async def rollout(
     ready: Ready | None = None,
     dynamic: DynamicFilter | None = None,
     hooks: Hooks | None = None,
+    source: OwnSource | None = None,
 ) -> RolloutBatch:
     """Generate one rollout.
 
@@ -90,6 +94,7 @@ async def rollout(
             time, where it is known that they are in it.
         dynamic: decides which groups make the batch; None: all that are whole do.
         hooks: the run's own functions; where one needs scores, `dynamic` gives them.
+        source: of prompts, in place of the order of the data.
 
     Raises:
         DataError: the data changed under the run, or a prompt cannot be used.
@@ -99,6 +104,8 @@ async def rollout(
     """
     hooks = hooks or Hooks(config, None)
     supply = Supply(request, dataset, tokenizer, config, hooks.pick)
+    if source is not None:
+        supply = OwnSupply(request, dataset, tokenizer, config, source, hooks.pick)
     began = time.perf_counter()
     more: dict[str, float] = {}
     if hooks.makes_batch:
@@ -135,7 +142,10 @@ async def rollout(
     if hooks.makes_batch or supply.gone:
         metrics |= dict(Counter(f"rollout/dropped/{one.reason}" for one in dropped)) | more
     dropped.sort(key=lambda one: one.group.place)
-    return RolloutBatch(samples, supply.cursor, metrics, seconds, left.groups, scores, dropped)
+    state = None if source is None else source.state()
+    return RolloutBatch(
+        samples, supply.cursor, metrics, seconds, left.groups, scores, dropped, source=state
+    )
 
 
 async def _generate(

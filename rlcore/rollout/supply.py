@@ -143,13 +143,18 @@ class Supply:
     def _new(self, prompt: Prompt) -> list[Sample]:
         return new_samples(prompt, self._config.n_samples_per_prompt)
 
-    def _ready(self, old: Sequence[Group], new: int) -> list[Group]:
-        request, size, start = self._request, len(self._dataset), self._end
-        picked, self._end = self._order.plan(start, new)
+    def _begin(self, n: int) -> list[Group]:
+        """The next `n` prompts, nothing generated."""
+        size, start = len(self._dataset), self._end
+        picked, self._end = self._order.plan(start, n)
         prompts = self._dataset.tokenized(picked, self._tokenizer)
-        groups = go_on(old, request.version, self._config, self.anew)
-        pairs = zip(places(start, size, new), prompts, strict=True)
-        groups += [Group(place, self._new(prompt)) for place, prompt in pairs]
+        pairs = zip(places(start, size, n), prompts, strict=True)
+        return [Group(place, self._new(prompt)) for place, prompt in pairs]
+
+    def _ready(self, old: Sequence[Group], new: int) -> list[Group]:
+        request = self._request
+        begun = self._begin(new)
+        groups = go_on(old, request.version, self._config, self.anew) + begun
         set_seeds(groups, request.run_seed, f"rollout-{request.iteration}", self._seen)
         number(groups, (len(self.groups), sum(len(group.samples) for group in self.groups)))
         for group in groups:

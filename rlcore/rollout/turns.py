@@ -99,6 +99,11 @@ class Turns:
                 sample.status = Status.TRUNCATED
                 return False
             state["begun"] = len(sample.response)
+        elif self.room < 1:
+            # It was cut off with its last token.
+            sample.status, state["begun"] = Status.TRUNCATED, None
+            state["turns"] += 1
+            return False
         params = self._params | {"max_new_tokens": self.room}
         if stop:
             params["stop"] = [*params.get("stop", []), *stop]
@@ -151,17 +156,18 @@ class Turns:
             raise PluginError(f"form = {form!r} has no {{}} for the text")
         encode = self._args.tokenizer.encode
         frame = len(encode(head, add_special_tokens=False) + encode(tail, add_special_tokens=False))
-        space = min(self._max_tool_tokens, self.room - 1 - frame)
+        most = min(self._max_tool_tokens + frame, self.room - 1)
+        space = most - frame
         if space < 0:
             return ""
         whole = head + self._cut(text, space) + tail
         ids = encode(whole, add_special_tokens=False)
-        while len(ids) > self.room - 1 and text:
-            # Texts side by side may take more ids than each alone.
+        while len(ids) > most and text:
+            # Texts side by side may take more ids than each alone, and so may half a character.
             text = text[: len(text) // 2]
             whole = head + self._cut(text, space) + tail
             ids = encode(whole, add_special_tokens=False)
-        if not ids or len(ids) > self.room - 1:
+        if not ids or len(ids) > most:
             return ""
         self.sample.append_response_tokens(ids, trainable=False, text=whole)
         return whole

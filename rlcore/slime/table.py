@@ -156,7 +156,7 @@ TRAIN = (
 MODEL = (
     Argument("hf-checkpoint", "str", Setting("model.path")),
     Argument("model-name", "str", Held("the model's config.json says what it is")),
-    Argument("ref-load", "str", Held("the reference is the starting model, --hf-checkpoint")),
+    Argument("ref-load", "str", Held("the reference begins as the starting model")),
     Argument("ref-ckpt-step", "int", Refused("the reference is the starting model")),
     Argument("load", "str", Joined("storage.root", "the same folder as --save: a run resumes")),
     Argument("save", "str", Joined("storage.root")),
@@ -189,14 +189,7 @@ DATA = (
         "disable-rollout-global-dataset",
         Refused("prompts come from data.path, whose cursor is what makes a run resumable"),
     ),
-    Argument(
-        "data-source-path",
-        "str",
-        Held(
-            "the built-in source has a buffer",
-            ("slime.rollout.data_source.RolloutDataSourceWithBuffer",),
-        ),
-    ),
+    Argument("data-source-path", "str", Joined("rollout.data_source_path")),
     Argument(
         "start-rollout-id",
         "int",
@@ -298,7 +291,7 @@ EVAL = (
     Argument("eval-interval", "int", Joined("eval.eval_interval")),
     Argument("eval-prompt-data", "strs", Joined("eval.datasets", "pairs of name and path")),
     Argument("eval-config", "str", Setting("eval.eval_config")),
-    Argument("eval-function-path", "str", Refused("evaluation generates as training does")),
+    Argument("eval-function-path", "str", Joined("eval.eval_function_path")),
     flag("skip-eval-before-train", Held("the first evaluation is after eval.eval_interval")),
     Argument("eval-input-key", "str", Joined("eval.datasets.input_key")),
     Argument("eval-label-key", "str", Joined("eval.datasets.label_key")),
@@ -311,7 +304,7 @@ EVAL = (
     Argument("eval-max-prompt-len", "int", Joined("eval.datasets.max_prompt_len")),
     Argument("eval-min-new-tokens", "int", Joined("eval.datasets.min_new_tokens")),
     Argument("eval-max-context-len", "int", Refused("rollout.context_length is for both")),
-    Argument("eval-reward-key", "str", Refused("reward.reward_key is for both")),
+    Argument("eval-reward-key", "str", Setting("eval.reward_key")),
 )
 
 ALGORITHM = (
@@ -349,7 +342,7 @@ ALGORITHM = (
     flag("use-kl-loss", Setting("algorithm.use_kl_loss")),
     Argument("kl-loss-coef", "float", Setting("algorithm.kl_loss_coef")),
     flag("use-unbiased-kl", Setting("algorithm.use_unbiased_kl")),
-    Argument("ref-update-interval", "int", Refused("the reference is the starting model")),
+    Argument("ref-update-interval", "int", Setting("algorithm.ref_update_interval")),
     Argument("entropy-coef", "float", Setting("algorithm.entropy_coef")),
     Argument("gamma", "float", Setting("algorithm.gamma")),
     Argument("lambd", "float", Setting("algorithm.lambd")),

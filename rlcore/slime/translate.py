@@ -27,6 +27,7 @@ EVAL_SETTINGS = (
 """Arguments that are settings of each evaluation set, of the same name."""
 BUILT_IN_ROLLOUT = "slime.rollout.sglang_rollout.generate_rollout"
 SFT_ROLLOUT = "slime.rollout.sft_rollout.generate_rollout"
+BUILT_IN_SOURCE = "slime.rollout.data_source.RolloutDataSourceWithBuffer"
 ICEPOP = "slime.backends.megatron_utils.loss.icepop_function"
 PLUGINS = (
     "buffer-filter-path",
@@ -37,7 +38,9 @@ PLUGINS = (
     "custom-reward-post-process-path",
     "custom-rm-path",
     "custom-tis-function-path",
+    "data-source-path",
     "dynamic-sampling-filter-path",
+    "eval-function-path",
     "rollout-all-samples-process-path",
     "rollout-function-path",
     "rollout-sample-filter-path",
@@ -309,7 +312,10 @@ def _functions(given: dict[str, Any], done: Translation) -> None:
     elif "rm-type" in given:
         _set(done, "reward.rm_type", given["rm-type"])
 
-    built_in = {BUILT_IN_ROLLOUT, SFT_ROLLOUT, ICEPOP, *BUILT_IN_FILTERS}
+    source = given.get("data-source-path", BUILT_IN_SOURCE)
+    if source != BUILT_IN_SOURCE:
+        _set(done, "rollout.data_source_path", source)
+    built_in = {BUILT_IN_ROLLOUT, SFT_ROLLOUT, BUILT_IN_SOURCE, ICEPOP, *BUILT_IN_FILTERS}
     if any(given[name] not in built_in for name in PLUGINS if name in given):
         _set(done, "compat.slime", True)
 
@@ -362,11 +368,14 @@ def _evaluation(given: dict[str, Any], done: Translation) -> None:
         raise ConfigError(
             f"--eval-prompt-data {' '.join(pairs)}: it takes pairs of a name and a path"
         )
+    own = given.get("eval-function-path", BUILT_IN_ROLLOUT)
+    if own != BUILT_IN_ROLLOUT:
+        _set(done, "eval.eval_function_path", own)
     if "eval-interval" in given:
-        if not pairs and "eval-config" not in given:
+        if not pairs and "eval-config" not in given and own == BUILT_IN_ROLLOUT:
             raise ConfigError("--eval-interval needs --eval-prompt-data or --eval-config")
         _set(done, "eval.eval_interval", given["eval-interval"])
-    own = {
+    settings = {
         name.removeprefix("eval-").replace("-", "_"): given[name]
         for name in EVAL_SETTINGS
         if name in given
@@ -381,7 +390,7 @@ def _evaluation(given: dict[str, Any], done: Translation) -> None:
             "max_response_len": given.get(
                 "eval-max-response-len", given.get("rollout-max-response-len")
             ),
-            **own,
+            **settings,
         }
         for name, path in zip(pairs[::2], pairs[1::2], strict=True)
     ]

@@ -424,6 +424,8 @@ class _PromptOrder:
     def __init__(self, config: dict[str, Any]) -> None:
         self._seed = config.get("run", {}).get("seed")
         self._shuffle = config.get("data", {}).get("shuffle")
+        # What a source of one's own chose, its prompts alone tell.
+        self._own = bool(config.get("rollout", {}).get("data_source_path"))
         self._id_of: dict[int, str] = {}
         self._row_of: dict[str, int] = {}
         self._used: dict[int, set[str]] = {}
@@ -472,7 +474,7 @@ class _PromptOrder:
             return
         for (epoch, offset), prompt in zip(taken, prompts, strict=True):
             used = self._used.setdefault(epoch, set())
-            if prompt in used and self.mix is None:
+            if prompt in used and self.mix is None and not self._own:
                 yield f"prompt {prompt} was used twice in epoch {epoch}"
             used.add(prompt)
             yield from self._misplaced(size, (epoch, offset), prompt, "the rollout used")
@@ -497,7 +499,7 @@ class _PromptOrder:
             )
 
     def _row(self, size: int, epoch: int, offset: int) -> int | None:
-        if self._shuffle is None or self._seed is None:
+        if self._own or self._shuffle is None or self._seed is None:
             return None
         from rlcore.data.order import Order
 

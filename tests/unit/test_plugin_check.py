@@ -186,3 +186,25 @@ def test_what_is_wrong_with_a_function_of_the_trainer(tmp_path: Path) -> None:
     assert set(found) == {"policies that are far apart"}
     whole = TRAINING["loss"].replace("logits[0, : sum(batch['response_lengths'])]", "logits[0]")
     assert "response tokens" in tried(tmp_path, whole, "loss")["samples of several lengths"]
+
+
+def test_a_source_of_prompts(tmp_path: Path, model: Path) -> None:
+    good = (
+        "class f:\n"
+        "    def __init__(self, args): self.args, self.n = args, 0\n"
+        "    def get_samples(self, num_samples):\n"
+        "        self.n += num_samples\n"
+        "        rows = range(self.n - num_samples, self.n)\n"
+        "        return [self.args.group(k % self.args.rows) for k in rows]\n"
+        "    def state_dict(self): return self.n\n"
+        "    def load_state_dict(self, state): self.n = state\n"
+    )
+    assert tried(tmp_path, good, "data_source", model=model) == {}
+    assert kind_of(f"{tmp_path}/mine.py:f") == "data_source"
+    forgets = good.replace("self.n = state", "pass")
+    found = tried(tmp_path, forgets, "data_source", model=model)
+    assert set(found) == {"going on from its state"}
+    dice = good.replace("k % self", "random.getrandbits(30) % self")
+    assert "the same again" in tried(tmp_path, dice, "data_source", model=model)
+    lacking = good.replace("state_dict(self):", "state(self):")
+    assert "no method state_dict" in str(tried(tmp_path, lacking, "data_source", model=model))

@@ -17,6 +17,9 @@ async def generate(args, sample, sampling_params):
 def reward(args, sample, **kwargs):
     return sample.metadata["turns"]
 
+def keyed(args, sample):
+    return {"score": 1.0, "strict": 0.0}
+
 def build(folder, seed):
     pass
 """
@@ -52,3 +55,15 @@ def test_a_reward_that_cannot_be_loaded_is_found_all_the_same(tmp_path: Path) ->
     wrong = {"custom_rm_path": f"{tmp_path}/plugin.py:rewrd"}
     with pytest.raises(PluginError, match="did you mean 'reward'"):
         check_reward(config(tmp_path, rollout=own, reward=wrong))
+
+
+def test_the_key_of_evaluations_is_tried_too(tmp_path: Path) -> None:
+    keyed = {"custom_rm_path": f"{tmp_path}/plugin.py:keyed", "reward_key": "score"}
+    sets = [{"name": "a", "path": f"{tmp_path}/prompts.jsonl"}]
+
+    def tried(key: str) -> RunConfig:
+        return config(tmp_path, reward=keyed, eval={"datasets": sets, "reward_key": key})
+
+    check_reward(tried("strict"))
+    with pytest.raises(PluginError, match=r"trial with eval\.reward_key .*'strct'"):
+        check_reward(tried("strct"))

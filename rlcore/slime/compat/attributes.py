@@ -37,6 +37,9 @@ BACK: dict[Callable[[Any], Any], Callable[[Any], Any]] = {
 SEVERAL: dict[str, Callable[[Tree], Any]] = {
     "eps_clip": lambda tree: tree["algorithm"]["clip_low"],
     "calculate_per_token_loss": lambda tree: tree["algorithm"]["loss_aggregation"] == "token_mean",
+    "eval_reward_key": lambda tree: (
+        tree["eval"].get("reward_key") or tree["reward"].get("reward_key")
+    ),
     "loss_type": lambda tree: (
         "custom_loss"
         if tree["algorithm"].get("custom_loss_function_path")

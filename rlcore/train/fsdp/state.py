@@ -1,8 +1,9 @@
 """The trainer's state as files (torch DCP), and its identity by content.
 
 A state is the parameters, AdamW's moments, the count of optimizer steps (which fixes the learning
-rate) and the random generator; of a critic, where there is one, the same. Each rank writes the
-shards that it holds; any other number of ranks can read them.
+rate) and the random generator; of a critic, where there is one, the same; and the parameters of a
+reference that follows the policy. Each rank writes the shards that it holds; any other number of
+ranks can read them.
 
 Invariants:
 - Digests hold names, shapes, types and bytes of whole tensors, and neither ranks nor file layout.
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -31,6 +32,9 @@ from rlcore.train.fsdp.shards import METADATA, ShardReader, ShardWriter, shard_n
 from rlcore.train.trainer import StateDigest
 
 STEPS, CRITIC_STEPS, RNG = "optimizer_steps", "critic.optimizer_steps", "rng"
+REFERENCE = "reference."
+Weights = Mapping[str, Tensor]
+"""Parameters by name."""
 
 
 @torch.no_grad()
@@ -39,26 +43,49 @@ def save(
     policy: Policy,
     optimizer: ShardedAdamW,
     critic: TrainedCritic | None,
+    reference: Weights | None,
     writer: ShardWriter,
 ) -> None:
     """Write this rank's shards below `folder`; rank 0 adds the metadata. Files are not synced to
     disk.
 
     Args:
+        reference: of a reference that follows the policy.
         writer: kept for as long as models and optimizers are.
     """
-    writer.write(folder, _tensors(policy, optimizer, critic))
+    writer.write(folder, _tensors(policy, optimizer, critic, reference))
+
+
+def holds_reference(folder: Path) -> bool:
+    """Whether a state has a reference that follows the policy.
+
+    Raises:
+        Corrupt: the folder is no state, or damaged.
+    """
+    try:
+        names = ShardReader(folder).read_metadata().state_dict_metadata
+    except Exception as error:
+        # A pickle that is damaged raises anything.
+        raise Corrupt(f"{folder} does not load as a state of this model: {error}") from error
+    return any(name.startswith(REFERENCE) for name in names)
 
 
 def load(
-    folder: Path, policy: Policy, optimizer: ShardedAdamW, critic: TrainedCritic | None
+    folder: Path,
+    policy: Policy,
+    optimizer: ShardedAdamW,
+    critic: TrainedCritic | None,
+    reference: Weights | None = None,
 ) -> StateDigest:
     """Read a state in place, whatever number of ranks wrote it.
+
+    Args:
+        reference: where the state's reference goes, if it `holds_reference`.
 
     Raises:
         Corrupt: the folder is no state of this model, or damaged.
     """
-    tensors = _tensors(policy, optimizer, critic)
+    tensors = _tensors(policy, optimizer, critic, reference)
     try:
         with _quiet():
             dcp.load(
@@ -74,7 +101,7 @@ def load(
     if critic is not None:
         critic.optimizer.set_steps(int(tensors[CRITIC_STEPS].item()))
     torch.set_rng_state(tensors[RNG])
-    return digest(policy, optimizer, critic)
+    return digest(policy, optimizer, critic, reference)
 
 
 def rank_files(folder: Path, rank: int) -> list[Path]:
@@ -85,7 +112,10 @@ def rank_files(folder: Path, rank: int) -> list[Path]:
 
 @torch.no_grad()
 def digest(
-    policy: Policy, optimizer: ShardedAdamW, critic: TrainedCritic | None = None
+    policy: Policy,
+    optimizer: ShardedAdamW,
+    critic: TrainedCritic | None = None,
+    reference: Weights | None = None,
 ) -> StateDigest:
     """Digests of what is held; the same on every rank."""
     model: list[tuple[str, Tensor]] = [(name, p.detach()) for name, p in policy.weights()]
@@ -95,11 +125,15 @@ def digest(
         model += [(f"critic.{name}", p.detach()) for name, p in critic.model.weights()]
         moments += [(f"critic.{name}", m) for name, m in critic.optimizer.moments()]
         moments.append(("critic.steps", torch.tensor(critic.optimizer.steps)))
+    model += [(f"{REFERENCE}{name}", p) for name, p in (reference or {}).items()]
     return StateDigest(_digest(model), _digest(moments))
 
 
 def _tensors(
-    policy: Policy, optimizer: ShardedAdamW, critic: TrainedCritic | None
+    policy: Policy,
+    optimizer: ShardedAdamW,
+    critic: TrainedCritic | None,
+    reference: Weights | None,
 ) -> dict[str, Tensor]:
     """Everything by name; loading writes into these."""
     tensors: dict[str, Tensor] = {f"model.{name}": p.detach() for name, p in policy.weights()}
@@ -110,6 +144,7 @@ def _tensors(
         tensors.update({f"critic.model.{n}": p.detach() for n, p in critic.model.weights()})
         tensors.update({f"critic.{name}": m for name, m in critic.optimizer.moments()})
         tensors[CRITIC_STEPS] = torch.tensor(critic.optimizer.steps)
+    tensors.update({f"{REFERENCE}{name}": p for name, p in (reference or {}).items()})
     return tensors
 
 
@@ -130,6 +165,11 @@ def _digest(tensors: Iterable[tuple[str, Tensor]]) -> str:
         dist.all_gather_object(gathered, lines)
         lines = [line for part in cast(list[list[str]], gathered) for line in part]
     return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
+
+
+def held(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def full(tensor: Tensor) -> Tensor:

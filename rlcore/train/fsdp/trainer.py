@@ -60,6 +60,7 @@ class FsdpTrainer:
         self._folder: Path | None = None
         self._policy: Policy | None = None
         self._reference: Policy | None = None
+        self._reference_moved = False
         self._teacher: Policy | None = None
         self._optimizer: ShardedAdamW | None = None
         self._critic: TrainedCritic | None = None
@@ -74,8 +75,8 @@ class FsdpTrainer:
         self.loaded, self.dirty = None, True
         self._policy = self._optimizer = self._critic = None
         self._policy = self._build(model_folder, checkpointing=self._train.gradient_checkpointing)
-        if self._algorithm.needs_reference and self._reference is None:
-            self._reference = self._build(model_folder).requires_grad_(False)
+        if self._algorithm.needs_reference and (self._reference is None or self._reference_moved):
+            self._build_reference(model_folder)
         if self._algorithm.opd_teacher_load and self._teacher is None:
             self._teacher = self._build_teacher(
                 self._policy, Path(self._algorithm.opd_teacher_load)
@@ -92,7 +93,8 @@ class FsdpTrainer:
         """Read a saved state in place; `load` must have built the model before."""
         policy, optimizer = self._held()
         self.loaded, self.dirty = None, True
-        digest = state.load(folder, policy, optimizer, self._critic)
+        target = self._reference_target(folder, policy)
+        digest = state.load(folder, policy, optimizer, self._critic, target)
         self.loaded, self.dirty = state_id, False
         return digest
 
@@ -103,11 +105,11 @@ class FsdpTrainer:
             raise TrainError(
                 "the trainer stopped in the middle of a batch, so it holds no state to save"
             )
-        state.save(folder, policy, optimizer, self._critic, self._writer)
+        state.save(folder, policy, optimizer, self._critic, self._reference_weights(), self._writer)
 
     def digest(self) -> StateDigest:
         """Digests of what is held."""
-        return state.digest(*self._held(), self._critic)
+        return state.digest(*self._held(), self._critic, self._reference_weights())
 
     def _build(self, folder: Path, *, checkpointing: bool = False) -> Policy:
         policy = load_policy(
@@ -115,6 +117,42 @@ class FsdpTrainer:
         )
         shard(policy, policy.lm.base_model.layers, self._mesh, self._train.precision)
         return policy
+
+    def _build_reference(self, folder: Path) -> None:
+        self._reference = None
+        self._reference = self._build(folder).requires_grad_(False)
+        self._reference_moved = False
+
+    def _reference_weights(self) -> dict[str, Tensor] | None:
+        """Those of a reference that follows the policy: a part of the state."""
+        if self._algorithm.ref_update_interval is None or self._reference is None:
+            return None
+        return {name: p.detach() for name, p in self._reference.weights()}
+
+    def _reference_target(self, folder: Path, policy: Policy) -> dict[str, Tensor] | None:
+        """Where the reference of a saved state is to go; None: it has none."""
+        if not state.holds_reference(folder):
+            # A forefather's, whose reference stayed the starting model.
+            if self._reference_moved and self._folder is not None:
+                self._build_reference(self._folder)
+            return None
+        own = self._reference_weights()
+        if own is None:
+            # Read all the same, since the state is known by all that it holds.
+            return {name: torch.empty_like(p.detach()) for name, p in policy.weights()}
+        self._reference_moved = True
+        return own
+
+    @torch.no_grad()
+    def _follow(self, iteration: int) -> None:
+        """Have the reference become the policy after an iteration where that is due."""
+        interval = self._algorithm.ref_update_interval
+        if interval is None or self._reference is None or (iteration + 1) % interval:
+            return
+        policy, _ = self._held()
+        self._reference_moved = True
+        for (_, old), (_, new) in zip(self._reference.weights(), policy.weights(), strict=True):
+            state.held(old.detach()).copy_(state.held(new.detach()))
 
     def _build_teacher(self, policy: Policy, folder: Path) -> Policy:
         if not folder.is_dir():
@@ -165,6 +203,7 @@ class FsdpTrainer:
         except (TrainError, PluginError):
             self.dirty = loop.stepped
             raise
+        self._follow(batch.iteration)
         self.loaded, self.dirty = new_state_id, False
         counts = {"tokens": float(batch.tokens), "samples": float(batch.samples)}
         metrics = batch.metrics | metrics | counts

@@ -64,6 +64,7 @@ TWO_STEPS = {"train": {"num_steps_per_rollout": 2, "global_batch_size": 128}}
         ({"opd_teacher_load": "/t"}, ("algorithm.use_opd", "algorithm.opd_teacher_load")),
         ({"use_unbiased_kl": True}, ("algorithm.use_unbiased_kl", "algorithm.use_kl_loss")),
         ({"loss_aggregation": "constant"}, ("algorithm.loss_divisor", "both or neither")),
+        ({"ref_update_interval": 2}, ("algorithm.ref_update_interval = 2", "use_kl_loss = true")),
         ({"loss_divisor": 4096}, ("algorithm.loss_divisor", "both or neither")),
         (
             {"use_tis": True, "use_rollout_logprobs": True},

@@ -275,6 +275,21 @@ async def test_the_rollout_functions_of_the_page_make_a_batch(
     assert again.metrics["rollout/buffer/taken_groups"] == 1
 
 
+def test_the_curriculum_of_the_page_keeps_its_contract(
+    written: Path, engine: tuple[str, Path]
+) -> None:
+    from rlcore.plugin_check import check_plugin
+
+    found = check_plugin(f"{written}/curriculum.py:FromTheFront", "data_source", model=engine[1])
+    assert len(found) == 3 and not any(one.problem for one in found)
+
+
+def test_the_evaluation_of_the_page_can_be_called_as_one(written: Path) -> None:
+    from rlcore.rollout.own_evaluation import OwnEvaluation
+
+    assert OwnEvaluation(f"{written}/own_evaluation.py:shortest")
+
+
 def test_the_sample_filter_of_the_page_marks_the_longest(written: Path) -> None:
     page = runpy.run_path(str(written / "own_rollout.py"))
     samples = group("1", "123", "12")

@@ -23,7 +23,7 @@ from rlcore.store.objects import Objects
 
 REWARD = """
 def reward(args, sample, **kwargs):
-    return {"score": sample.seed % 3 / 2, "note": sample.label}
+    return {"score": sample.seed % 3 / 2, "note": sample.label, "strict": sample.seed % 3 - 2}
 
 def fails_once(args, sample):
     if sample.index == 3:
@@ -180,6 +180,21 @@ async def test_evaluation_gives_rows_and_metrics_of_each_data_set(
         for p in b["sampling_params"]
     ]
     assert sorted({p["temperature"] for p in sent}) == [0.0, 1.0]
+
+
+async def test_an_evaluation_may_count_another_entry_of_the_reward(
+    plan: RolloutPlan, servers: list[Any]
+) -> None:
+    own = plan.eval.model_copy(update={"reward_key": "strict"})
+    actor = await made(replace(plan, eval=own), servers)
+    batch = await actor.rollout(1, 0, "a", None, 0)
+    scores = await actor.reward(1, 0, "a", batch.files)
+    found = await actor.evaluate(1, 0, "a", 0)
+    await actor.close()
+    many = table_to_samples(read_parts(Objects.open(plan.root), [found.files[1]]))
+    values = [s.reward["strict"] for s in many if isinstance(s.reward, dict)]
+    assert found.metrics["eval/many"] == pytest.approx(sum(values) / 40) and len(values) == 40
+    assert scores.metrics["rollout/raw_reward"] >= 0 > found.metrics["eval/many"]
 
 
 async def test_a_driver_of_an_older_lease_is_refused(plan: RolloutPlan, servers: list[Any]) -> None:

@@ -187,7 +187,6 @@ def test_what_slime_defaults_to_is_said_where_ours_is_another() -> None:
     [
         ("--use-routing-replay", "--use-routing-replay: no mixture-of-experts routing"),
         ("--rollout-functon-path x", "did you mean --rollout-function-path?"),
-        ("--data-source-path my.Source", "only slime.rollout.data_source"),
         ("--update-weights-interval 2", "--update-weights-interval 2: only 1 is possible"),
         ("--lr much", "--lr much: could not convert"),
         ("--lr 1 2", "it takes one value, not 2"),
@@ -231,6 +230,24 @@ def test_functions_are_taken_as_slime_s() -> None:
     assert config.compat.slime and config.algorithm.tis_mode == "mask"
     typed = SHORTEST.replace("--custom-rm-path rm.py:f", "--rm-type math")
     assert not config_of(typed).compat.slime
+
+
+def test_an_evaluation_may_have_a_reward_key_of_its_own() -> None:
+    assert config_of(f"{SHORTEST} --eval-reward-key acc").eval.reward_key == "acc"
+
+
+def test_a_function_may_evaluate() -> None:
+    config = config_of(f"{SHORTEST} --eval-function-path my.evaluate --eval-interval 5")
+    assert config.eval.eval_function_path == "my.evaluate" and config.compat.slime
+    same = "slime.rollout.sglang_rollout.generate_rollout"
+    line = f"{SHORTEST} --eval-function-path {same} --eval-interval 5 --eval-prompt-data a /a.jsonl"
+    assert config_of(line).eval.eval_function_path is None
+
+
+def test_a_class_may_choose_the_prompts() -> None:
+    assert config_of(f"{SHORTEST} --data-source-path my.Source").rollout.data_source_path
+    built_in = "slime.rollout.data_source.RolloutDataSourceWithBuffer"
+    assert config_of(f"{SHORTEST} --data-source-path {built_in}").rollout.data_source_path is None
 
 
 def test_rollouts_without_training_are_a_mode() -> None:
