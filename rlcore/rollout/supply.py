@@ -13,6 +13,7 @@ from rlcore.config.tree import RolloutConfig
 from rlcore.data import Cursor, Dataset, Place, Prompt, places, span
 from rlcore.rollout.buffer import Group, go_on, line_up, number
 from rlcore.rollout.generate import sample_seed
+from rlcore.rollout.staleness import is_too_old
 from rlcore.sample import Sample, Status
 
 
@@ -66,6 +67,7 @@ class Supply:
         groups: all that were, in that order.
         before: response tokens that each had then, by its place.
         from_buffer: how many came from the buffer.
+        too_old: how many of those were begun anew, being older than `max_staleness`.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class Supply:
         self.groups: list[Group] = []
         self.before: dict[Place, list[int]] = {}
         self.from_buffer = 0
+        self.too_old = 0
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -147,7 +150,7 @@ class Supply:
         request, size, start = self._request, len(self._dataset), self._end
         picked, self._end = self._order.plan(start, new)
         prompts = self._dataset.tokenized(picked, self._tokenizer)
-        groups = go_on(old, request.version, self._config, self.anew)
+        groups = go_on(self._fresh(old), request.version, self._config, self.anew)
         pairs = zip(places(start, size, new), prompts, strict=True)
         groups += [Group(place, self._new(prompt)) for place, prompt in pairs]
         set_seeds(groups, request.run_seed, f"rollout-{request.iteration}", self._seen)
@@ -157,6 +160,15 @@ class Supply:
         self.groups += groups
         self.from_buffer += len(old)
         return groups
+
+    def _fresh(self, old: Sequence[Group]) -> list[Group]:
+        """Groups of the buffer; what is too old to be trained on is begun anew."""
+        most, out = self._config.max_staleness, []
+        for group in old:
+            too_old = is_too_old(group.samples, self._request.iteration, most)
+            self.too_old += too_old
+            out.append(Group(group.place, self.anew(group.place)) if too_old else group)
+        return out
 
 
 def make_groups(prompts: list[Prompt], n: int, run_seed: int, scope: str) -> list[Sample]:
