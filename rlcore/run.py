@@ -267,6 +267,8 @@ class Run:
         """A rollout by its policy, after the one `before`, where that is not committed yet."""
         cursor = self.cursor_before(i) if before is None else cursor_after(await before)
         version = self.version_before(i)
+        # Before the trainer is asked for: another iteration may train while they come up.
+        await self.fleet.engines_up()
         await self.ensure_engines(version)
         return await self.fleet.generate(i, cursor, version)
 

@@ -133,6 +133,10 @@ class Fleet:
         """Wait until the trainer's ranks are up."""
         await self._actors.up("trainer")
 
+    async def engines_up(self) -> None:
+        """Wait until the engines are up."""
+        await self._actors.up("engines")
+
     async def restart_trainer(self) -> None:
         """Start the trainer's ranks again. They hold nothing yet."""
         self.trainer_state = None

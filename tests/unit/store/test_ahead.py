@@ -117,6 +117,9 @@ class Actors:
         self.seen: list[tuple[str, int, Any]] = []
         self.fails: set[int] = set()
 
+    async def engines_up(self) -> None:
+        pass
+
     async def generate(self, i: int, cursor: dict[str, Any] | None, version: int) -> Work:
         assert self.engine_version == version
         self.seen.append(("begin", i, cursor and cursor["next_offset"]))
