@@ -1,11 +1,13 @@
 """Modes: compositions of the stages other than the usual one."""
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 from real_runs import Sluice, kill_tree, short, wait_for
-from run_processes import is_actor, is_engine, pids
+from run_processes import is_actor, is_engine, pids, the_one
 
 from rlcore.rollout.stored import read_rollout
 from rlcore.store.manifest import StageRef
@@ -152,3 +154,20 @@ def test_rollouts_made_ahead_come_to_the_same_after_a_kill(
     for run_id in ("calm", "hurt"):
         report = sluice.json("verify", run_id)
         assert report["ok"], report["errors"]
+
+
+@pytest.mark.slow
+def test_rollouts_made_ahead_survive_the_death_of_actors(sluice: Sluice, tmp_path: Path) -> None:
+    path, more = str(short(tmp_path, 8)), (*ASYNC, "--set", "rollout.async_buffer_size=2")
+    sluice("train", path, "--run-id", "calm", *more)
+    process = sluice.start("train", path, "--run-id", "hurt", "--json", *more)
+    for i, which in enumerate([is_engine, is_actor("TrainerActor"), is_actor("RolloutActor")]):
+        wait_for(sluice.committed("hurt", 2 * i).exists)
+        os.kill(the_one(process, which), signal.SIGKILL)
+    said = process.communicate(timeout=240)
+    assert process.returncode == 0, said
+    calm, hurt = sluice.json("show", "calm"), sluice.json("show", "hurt")
+    assert hurt["state_sha256"] == calm["state_sha256"]
+    assert sum(m["cluster/engine_restarts"] for m in hurt["metrics"]) == 1
+    report = sluice.json("verify", "hurt")
+    assert report["ok"], report["errors"]
