@@ -286,10 +286,9 @@ class RunConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _demonstrations_need_no_reward(cls, tree: Any) -> Any:
+    def _what_is_stored_needs_no_reward(cls, tree: Any) -> Any:
         run = tree.get("run") if isinstance(tree, dict) else None
-        supervised = isinstance(run, dict) and run.get("mode") == "sft"
-        if supervised and "reward" not in tree:
+        if isinstance(run, dict) and run.get("mode") in WITHOUT_ENGINES and "reward" not in tree:
             return tree | {"reward": {"rm_type": NO_REWARD}}
         return tree
 
@@ -300,7 +299,9 @@ class RunConfig(Section):
         if not (isinstance(run, dict) and run.get("mode") == "async"):
             return tree
         algorithm = tree.get("algorithm", {})
-        if isinstance(algorithm, dict) and not AGAINST_STALENESS & algorithm.keys():
+        if not isinstance(algorithm, dict) or algorithm.get("loss_type") == "sft_loss":
+            return tree
+        if not AGAINST_STALENESS & algorithm.keys():
             return tree | {"algorithm": algorithm | {"use_tis": True}}
         return tree
 
@@ -342,6 +343,8 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _demonstrations_agree(self) -> "RunConfig":
+        if self.run.mode == "debug-train-only":
+            return self
         if self.run.mode != "sft":
             if self.reward.rm_type == NO_REWARD:
                 raise ValueError(

@@ -45,6 +45,12 @@ def test_who_trains_and_who_generates() -> None:
     }
 
 
+def test_the_batches_of_learned_rows_may_be_trained_on_again() -> None:
+    again = SFT | {"run": {"mode": "debug-train-only", "train_from": "a"}}
+    made = config(**again, data={"path": "/d", "response_key": "r"}, reward={"rm_type": "none"})
+    assert (made.reward.rm_type, made.algorithm.loss_type) == ("none", "sft_loss")
+
+
 @pytest.mark.parametrize("run", [{"mode": "debug-train-only"}, {"train_from": "a"}])
 def test_training_alone_names_its_batches(run: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match=r"run\.train_from, .* belong together"):
@@ -101,6 +107,7 @@ def test_old_samples_are_weighed_unless_something_else_is_said() -> None:
     assert other.use_rollout_logprobs and not other.use_tis
     assert not config().algorithm.use_tis
     assert config().max_staleness is None
+    assert not config(**ASYNC, algorithm={"loss_type": "sft_loss"}).algorithm.use_tis
 
 
 EVAL = {"eval_interval": 3, "datasets": [{"name": "a", "path": "/a"}]}
