@@ -54,6 +54,25 @@ async def synchronous(run: Run, run_id: str, i: int) -> Stages:
     return stages
 
 
+async def asynchronous(run: Run, run_id: str, i: int) -> Stages:
+    """The same, while the rollouts after this one are made by the policy before."""
+    batch = await rollout(run_id, i, policy=run.policy_before(i))
+    run.begin_ahead(i)
+    scores = await reward(run_id, i, rollout=batch)
+    chosen = await select(run_id, i, rollout=batch, reward=scores)
+    state = await train(run_id, i, rollout=batch, reward=scores, filter=chosen)
+
+    stages: Stages = {"rollout": batch, "reward": scores, "filter": chosen, "train": state}
+    if run.sync_due(i):
+        await run.generated_ahead()
+        stages["weight_sync"] = await weight_sync(run_id, i, train=state)
+    if run.eval_due(i):
+        stages["evaluate"] = await evaluate(run_id, i, policy=stages["weight_sync"])
+    if run.checkpoint_due(i):
+        stages["checkpoint"] = await checkpoint(run_id, i, train=state)
+    return stages
+
+
 async def rollout_only(run: Run, run_id: str, i: int) -> Stages:
     """Roll out by the starting model, score, filter; there is no trainer."""
     batch = await rollout(run_id, i, policy=None)
@@ -90,6 +109,7 @@ async def learn(run: Run, run_id: str, i: int, batch: Stages) -> Stages:
 
 MODES: dict[str, Callable[[Run, str, int], Awaitable[Stages]]] = {
     "sync": synchronous,
+    "async": asynchronous,
     "debug-rollout-only": rollout_only,
     "debug-train-only": train_only,
     "sft": supervised,

@@ -19,6 +19,7 @@ from rlcore.cluster.ray_session import actor_class, call, gather
 from rlcore.cluster.rollout_actor import RolloutActor, StageReport
 from rlcore.config import EvalDataset, RunConfig, config_digest
 from rlcore.config.digest import STAGE_SECTIONS
+from rlcore.config.reward import NO_REWARD
 from rlcore.errors import ConfigError, Corrupt, NotFound
 from rlcore.store.files import download_folder, find_damage
 from rlcore.store.manifest import FileRef, Manifest, StageRef
@@ -96,13 +97,18 @@ async def evaluate_checkpoint(
         scratch: a local folder for what has no local place in the store.
 
     Raises:
-        ConfigError: there is no data set.
+        ConfigError: there is no data set, or no reward to score by.
         Corrupt: a file of the checkpoint was altered.
         EngineError, ClusterError, DataError, RewardError: as in a run.
     """
     if not datasets and config.eval.eval_function_path is None:
         raise ConfigError(
             f"run {config.run.id} has no eval.datasets; name the data sets to evaluate on"
+        )
+    if config.reward.rm_type == NO_REWARD:
+        raise ConfigError(
+            f"run {config.run.id} was made without [reward], so nothing can score its responses; "
+            "a run of run.mode = 'sft' may have one for this"
         )
     config = config.model_copy(
         update={"eval": config.eval.model_copy(update={"datasets": list(datasets)})}
@@ -156,7 +162,7 @@ async def _generate(
     )
     engines = Engines(spec, config.num_engines, engine_gpus(config))
     worker = actor_class(RolloutActor).remote(
-        dataclasses.replace(rollout_plan(plan), model_folder=str(folder))
+        dataclasses.replace(rollout_plan(plan), model_folder=str(folder), supervised=False)
     )
     what = "the evaluation's worker"
     try:

@@ -17,7 +17,6 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
-from rlcore.cluster.engines import START_VERSION
 from rlcore.cluster.fleet import Fleet, TrainInputs
 from rlcore.config import RunConfig, config_digest
 from rlcore.config.digest import STAGE_SECTIONS
@@ -70,7 +69,7 @@ class Run:
     """The newest Prefect task run, for whoever must wait until the server has seen it."""
     ahead: bool = True
     """Whether the next rollout is begun when an iteration is committed."""
-    _ahead: "tuple[int, asyncio.Future[Work]] | None" = None
+    _ahead: "dict[int, asyncio.Future[Work]]" = field(default_factory=dict)
     _same_tokens: bool = False
     _training: asyncio.Lock = field(default_factory=asyncio.Lock)
     _timings: dict[tuple[int, str], Timing] = field(default_factory=dict)
@@ -119,13 +118,13 @@ class Run:
 
     def policy_before(self, i: int) -> StageRef | None:
         """The weight sync that made the policy of iteration i; None for the starting model."""
-        syncs = self.config.trains and self.config.generates
-        record = self.record(i - 1) if i and syncs else None
+        syncs, version = self.config.trains and self.config.generates, self.version_before(i)
+        record = self.record(version - 1) if version and syncs else None
         return StageRef.model_validate(record["stages"]["weight_sync"]) if record else None
 
     def version_before(self, i: int) -> int:
-        """The policy version of iteration i: the iterations of training that made it."""
-        return i if self.config.trains else START_VERSION
+        """The policy version of iteration i's rollout: the iterations of training that made it."""
+        return self.config.policy_version(i)
 
     def cursor_before(self, i: int) -> dict[str, Any] | None:
         """Where the data stands before iteration i; None at the start.
@@ -135,9 +134,7 @@ class Run:
         """
         if not i:
             return None
-        before = self.stage(i - 1, "rollout")
-        beside = {name: before.extra.get(name) for name in ("buffer", "source")}
-        return (before.cursor or {}) | beside
+        return cursor_after(self.stage(i - 1, "rollout"))
 
     def stored_batch(self, i: int) -> dict[str, StageRef]:
         """Rollout, reward and filter of iteration i of the run that this one trains from.
@@ -236,18 +233,20 @@ class Run:
     async def refill(self, urls: Sequence[str]) -> None:
         """Give the weights that the other engines hold to engines that were started again.
 
-        Without a trainer they hold the starting model, as these do already. Where the trainer has
-        gone on since, the weight sync to come gives them newer ones.
+        The starting model is what they hold already. Where the trainer has gone on since, the
+        weight sync to come gives them newer ones; asynchronously that waits for a rollout by the
+        older ones, to which the trainer goes back for a moment.
         """
         version = self.fleet.engine_version
-        if version is None or not self.config.trains:
+        if version is None or not self.config.trains or (self.config.is_async and not version):
             return
 
         async def push() -> None:
             if self.fleet.engine_version == version:
                 await self.fleet.refill(urls)
 
-        if self.fleet.trainer_state in (None, self.state_id_before(version)):
+        goes_on = self.config.is_async or self.fleet.trainer_state is None
+        if goes_on or self.fleet.trainer_state == self.state_id_before(version):
             await self.with_trainer(version, push)
 
     # --- generating ahead -------------------------------------------------------------------------
@@ -258,12 +257,21 @@ class Run:
         """
         if not self.config.generates:
             return await self.fleet.demonstrate(i, self.cursor_before(i))
-        ahead, self._ahead = self._ahead, None
-        if ahead is not None and ahead[0] == i:
-            return await ahead[1]
+        begun = self._ahead.pop(i, None)
+        if begun is not None:
+            return await begun
+        # What was begun after one that failed goes on from nothing that will be committed.
+        await self.close()
+        return await self._make(i)
+
+    async def _make(self, i: int, before: "asyncio.Future[Work] | None" = None) -> Work:
+        """A rollout by its policy, after the one `before`, where that is not committed yet."""
+        cursor = self.cursor_before(i) if before is None else cursor_after(await before)
         version = self.version_before(i)
+        # Before the trainer is asked for: another iteration may train while they come up.
+        await self.fleet.engines_up()
         await self.ensure_engines(version)
-        return await self.fleet.generate(i, self.cursor_before(i), version)
+        return await self.fleet.generate(i, cursor, version)
 
     def begin_rollout(self, i: int) -> None:
         """Begin the rollout of iteration i while Prefect closes the one before and opens this one.
@@ -273,17 +281,36 @@ class Run:
         """
         asked = self.ahead and self.config.generates and i < self.config.train.num_iterations
         version = self.version_before(i)
-        if asked and self.fleet.engine_version == version:
+        if asked and i not in self._ahead and self.fleet.engine_version == version:
             work = self.fleet.generate(i, self.cursor_before(i), version)
-            self._ahead = (i, asyncio.ensure_future(work))
+            self._ahead[i] = asyncio.ensure_future(work)
+
+    def begin_ahead(self, i: int) -> None:
+        """Begin the rollouts after that of iteration i, one after another, while it is trained on.
+
+        Each is by the policy that its settings say, so it is the one that would be made after a
+        kill; one that is due for more than one iteration is begun already.
+        """
+        last = min(i + self.config.rollout.async_buffer_size, self.config.train.num_iterations - 1)
+        for k in range(i + 1, last + 1) if self.ahead else ():
+            if k not in self._ahead:
+                self._ahead[k] = asyncio.ensure_future(self._make(k, self._ahead.get(k - 1)))
+
+    async def generated_ahead(self) -> None:
+        """Wait until nothing is generated any more, so that the engines may get other weights.
+
+        How it ended is for the stage to find that comes for it.
+        """
+        if self._ahead:
+            await asyncio.wait(self._ahead.values())
 
     async def close(self) -> None:
-        """Give up a rollout that was begun ahead and that nobody came for."""
-        ahead, self._ahead = self._ahead, None
-        if ahead is not None:
-            ahead[1].cancel()
-            # Its own error does not matter any more: whoever ends the run has one, or is done.
-            await asyncio.gather(ahead[1], return_exceptions=True)
+        """Give up rollouts that were begun ahead and that nobody came for."""
+        begun, self._ahead = self._ahead, {}
+        for work in begun.values():
+            work.cancel()
+        # Their own errors do not matter any more: whoever ends the run has one, or is done.
+        await asyncio.gather(*begun.values(), return_exceptions=True)
 
     # --- stages that need more than one actor
     # -----------------------------------------------------------
@@ -292,6 +319,7 @@ class Run:
         """Optimizer steps of iteration i; saves the state when due."""
         refs = {"rollout": rollout, "reward": reward, "filter": selection}
         manifests = {name: self.store.manifest(ref) for name, ref in refs.items()}
+        self._check_age(i, manifests["rollout"])
         before = self.state_id_before(i)
         after = chain_state_id(
             before,
@@ -300,6 +328,16 @@ class Run:
         )
         inputs = self._train_inputs(i, manifests, after, before=before)
         return await self.with_trainer(i, lambda: self.fleet.train(inputs, save=self.state_due(i)))
+
+    def _check_age(self, i: int, rollout: Manifest) -> None:
+        """Refuse a rollout that is too old to be trained on."""
+        most, version = self.config.max_staleness, rollout.policy_version
+        if most is not None and version is not None and i - version > most:
+            raise ConfigError(
+                f"iteration {i}: its rollout was made by policy version {version}, {i - version} "
+                f"iterations before, but rollout.max_staleness = {most}; remove the stage's "
+                "manifest, and a resume makes it anew"
+            )
 
     def _train_inputs(
         self, i: int, manifests: dict[str, Manifest], after: str, before: str | None = None
@@ -373,11 +411,9 @@ class Run:
             ("checkpoint", "checkpoint", self.checkpoint_due),
         ):
             if due(i) and self.config.trains:
-                prune(
-                    self.store.objects,
-                    self._newest_first(i, stage, folder, due),
-                    self.config.checkpoint.keep_last,
-                )
+                states = self.config.states_kept
+                keep = states if stage == "train" else self.config.checkpoint.keep_last
+                prune(self.store.objects, self._newest_first(i, stage, folder, due), keep)
 
     def _newest_first(
         self, i: int, stage: str, folder: str, due: Callable[[int], bool]
@@ -393,6 +429,10 @@ class Run:
         """Whether the trainer's state after iteration i is saved."""
         return self.config.due(self.config.checkpoint.state_interval, i, last=True)
 
+    def sync_due(self, i: int) -> bool:
+        """Whether the engines get the weights after iteration i, where not all iterations do."""
+        return self.config.due(self.config.rollout.update_weights_interval, i, last=True)
+
     def eval_due(self, i: int) -> bool:
         """Whether iteration i ends with an evaluation."""
         return self.config.due(
@@ -402,6 +442,12 @@ class Run:
     def checkpoint_due(self, i: int) -> bool:
         """Whether iteration i ends with a checkpoint."""
         return self.config.due(self.config.checkpoint.save_interval, i, last=True)
+
+
+def cursor_after(rollout: Manifest | Work) -> dict[str, Any]:
+    """Where the data stands after a rollout."""
+    beside = {name: rollout.extra.get(name) for name in ("buffer", "source")}
+    return (rollout.cursor or {}) | beside
 
 
 _open: dict[str, Run] = {}

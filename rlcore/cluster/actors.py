@@ -36,6 +36,7 @@ class Actors:
         self._engines: Engines | None = None
         self._group: TrainerGroup | None = None
         self._model_there = asyncio.Event()
+        self._mending = asyncio.Lock()
         self._coming: dict[Kind, asyncio.Future[None]] = {}
 
     @property
@@ -114,11 +115,14 @@ class Actors:
         self._coming.pop("trainer", None)
         self._group = await self._new_trainer()
 
-    async def restart_worker(self) -> None:
-        """A new rollout worker in place of the one that is gone."""
-        await self._bring_worker()
-        if self._engines is not None and self.is_up("engines"):
-            await self._set_engines()
+    async def restart_worker(self, gone: Any) -> None:
+        """A new rollout worker in place of the one that is gone, if that was not done already."""
+        async with self._mending:
+            if self.worker is not gone:
+                return
+            await self._bring_worker()
+            if self._engines is not None and self.is_up("engines"):
+                await self._set_engines()
 
     async def end(self) -> None:
         """End all actors, and the servers of the engines."""

@@ -129,6 +129,10 @@ class Fleet:
         """Wait until the trainer's ranks are up."""
         await self._actors.up("trainer")
 
+    async def engines_up(self) -> None:
+        """Wait until the engines are up."""
+        await self._actors.up("engines")
+
     async def restart_trainer(self) -> None:
         """Start the trainer's ranks again. They hold nothing yet."""
         self.trainer_state = None
@@ -198,7 +202,8 @@ class Fleet:
         attempt = new_attempt()
         await self._actors.up(*ACTORS_OF.get(stage, ("worker", "engines")))
         for left in reversed(range(WORKER_STARTS)):
-            method = getattr(self._actors.worker, stage)
+            worker = self._actors.worker
+            method = getattr(worker, stage)
             calling = call(
                 method.remote(self._plan.epoch, i, attempt, *args),
                 deadline_s=ROLLOUT_DEADLINE_S,
@@ -212,7 +217,7 @@ class Fleet:
                 if not left:
                     raise
                 log.error("%s; it is started again and the stage begins anew", error)
-                await self._actors.restart_worker()
+                await self._actors.restart_worker(worker)
         return Work(
             attempt=attempt,
             files=report.files,

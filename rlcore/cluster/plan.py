@@ -87,7 +87,7 @@ def rollout_plan(plan: FleetPlan) -> RolloutPlan:
         model_folder=str(plan.model_folder),
         model=config.model,
         data=config.data,
-        rollout=config.rollout,
+        rollout=config.rollout.model_copy(update={"max_staleness": config.max_staleness}),
         reward=config.reward,
         filter=config.filter,
         eval=config.eval,

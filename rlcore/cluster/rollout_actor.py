@@ -70,6 +70,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("sluice.rollout")
 
+BATCHES = 2
+"""Batches that are kept in memory."""
+
 Files = Sequence[FileRef]
 
 
@@ -156,7 +159,7 @@ class RolloutActor:
             self._eval_scorer = Scorer(plan.reward.model_copy(update=own))
         # Tokenizer and data load while the engines start.
         self._loading: Future[_Loaded] = ThreadPoolExecutor(1).submit(_load, plan)
-        self._batch: tuple[tuple[str, ...], list[Sample]] = ((), [])
+        self._batches: dict[tuple[str, ...], list[Sample]] = {}
         self._scores: tuple[tuple[str, ...], list[Scored], list[Score]] = ((), [], [])
 
     async def lines(self) -> list[Line]:
@@ -228,7 +231,7 @@ class RolloutActor:
             rolled = time.perf_counter()
             writer.add(made.samples[writer.count :])
             files = await asyncio.to_thread(writer.finish)
-        self._batch = (_digests(files), made.samples)
+        self._keep(files, made.samples)
         extra = await asyncio.to_thread(self._write_beside, iteration, attempt, made)
         data = loaded.dataset
         if data.sizes:
@@ -430,12 +433,14 @@ class RolloutActor:
         return self._pool
 
     async def _samples(self, files: Files) -> list[Sample]:
-        if self._batch[0] != _digests(files):
-            self._batch = (
-                _digests(files),
-                await asyncio.to_thread(read_rollout, self._objects, files),
-            )
-        return self._batch[1]
+        if _digests(files) not in self._batches:
+            self._keep(files, await asyncio.to_thread(read_rollout, self._objects, files))
+        return self._batches[_digests(files)]
+
+    def _keep(self, files: Files, samples: list[Sample]) -> None:
+        """Remember a batch, and the one before: its scoring may go on while the next is made."""
+        kept = list(self._batches.items())[1 - BATCHES :]
+        self._batches = {**dict(kept), _digests(files): samples}
 
     async def _read_scores(self, files: Files) -> tuple[list[Scored], list[Score]]:
         if self._scores[0] != _digests(files):

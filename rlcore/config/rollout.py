@@ -73,6 +73,12 @@ class RolloutConfig(Section):
     """Keep what over-sampling began and did not use, and go on with it in the next iteration."""
     mask_offpolicy_in_partial_rollout: bool = False
     """Do not train on tokens of older policies; kept groups that were whole are begun anew."""
+    async_buffer_size: PositiveInt = 1
+    """Rollouts that `run.mode = "async"` makes ahead of the one that is trained on."""
+    update_weights_interval: PositiveInt = 1
+    """Iterations between two weight syncs in that mode."""
+    max_staleness: Annotated[int, Field(ge=0)] | None = None
+    """Most iterations that the policy of any token may lie behind; default: as the mode needs."""
     num_engines: PositiveInt | None = None
     """Engines to run; default: cluster.rollout_num_gpus / cluster.rollout_num_gpus_per_engine."""
     max_running_requests: PositiveInt | None = None

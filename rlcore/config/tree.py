@@ -40,6 +40,8 @@ WITHOUT_TRAINER = frozenset({"debug-rollout-only"})
 """Modes in which nothing is trained."""
 WITHOUT_ENGINES = frozenset({"debug-train-only", "sft"})
 """Modes in which nothing is generated."""
+AGAINST_STALENESS = frozenset({"use_tis", "use_rollout_logprobs"})
+"""Settings of [algorithm] that correct for samples of an older policy."""
 FOR_GENERATING = (
     ("rollout", "custom_rollout_function_path"),
     ("rollout", "custom_generate_function_path"),
@@ -59,7 +61,7 @@ class RunSection(Section):
 
     id: Annotated[str, Field(pattern=r"^([a-z0-9][a-z0-9._-]{0,79})?$")] = ""
     """Name of the run: lower-case letters, digits, '.', '_', '-'. Empty: one is made up."""
-    mode: Literal["sync", "debug-rollout-only", "debug-train-only", "sft"] = "sync"
+    mode: Literal["sync", "async", "debug-rollout-only", "debug-train-only", "sft"] = "sync"
     """Which stages an iteration has, and which actors the run; see docs/modes.md."""
     train_from: Annotated[str, Field(pattern=r"^([a-z0-9][a-z0-9._-]{0,79})?$")] = ""
     """A run of the same root whose stored batches `debug-train-only` trains on."""
@@ -276,15 +278,65 @@ class RunConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _demonstrations_need_no_reward(cls, tree: Any) -> Any:
+    def _what_is_stored_needs_no_reward(cls, tree: Any) -> Any:
         run = tree.get("run") if isinstance(tree, dict) else None
-        supervised = isinstance(run, dict) and run.get("mode") == "sft"
-        if supervised and "reward" not in tree:
+        if isinstance(run, dict) and run.get("mode") in WITHOUT_ENGINES and "reward" not in tree:
             return tree | {"reward": {"rm_type": NO_REWARD}}
         return tree
 
+    @model_validator(mode="before")
+    @classmethod
+    def _old_samples_are_weighed(cls, tree: Any) -> Any:
+        run = tree.get("run") if isinstance(tree, dict) else None
+        if not (isinstance(run, dict) and run.get("mode") == "async"):
+            return tree
+        algorithm = tree.get("algorithm", {})
+        if not isinstance(algorithm, dict) or algorithm.get("loss_type") == "sft_loss":
+            return tree
+        if not AGAINST_STALENESS & algorithm.keys():
+            return tree | {"algorithm": algorithm | {"use_tis": True}}
+        return tree
+
+    @model_validator(mode="after")
+    def _rollouts_ahead_agree(self) -> "RunConfig":
+        rollout, most, interval = self.rollout, self.rollout.max_staleness, self.eval.eval_interval
+        every = rollout.update_weights_interval
+        if not self.is_async:
+            for key in ("async_buffer_size", "update_weights_interval"):
+                if getattr(rollout, key) != 1:
+                    raise ValueError(
+                        f"rollout.{key} = {getattr(rollout, key)} is for run.mode = 'async' alone"
+                    )
+            grows = rollout.partial_rollout and self.trains and self.generates
+            if most is not None and not grows:
+                raise ValueError(
+                    f"rollout.max_staleness = {most}, but no token is ever of an older policy: it "
+                    "is for run.mode = 'async' and rollout.partial_rollout = true"
+                )
+            return self
+        if self.cluster.colocate:
+            raise ValueError(
+                "cluster.colocate = true with run.mode = 'async': engines generate while the "
+                "trainer trains, so they cannot share GPUs; give each its own, or use 'sync'"
+            )
+        if most is not None and most < self.lag:
+            raise ValueError(
+                f"rollout.max_staleness = {most}, but with rollout.async_buffer_size = "
+                f"{rollout.async_buffer_size} and rollout.update_weights_interval = {every} "
+                f"samples are up to {self.lag} iterations old; lower these, or raise it"
+            )
+        if interval is not None and interval % every:
+            raise ValueError(
+                f"eval.eval_interval = {interval} is no multiple of "
+                f"rollout.update_weights_interval = {every}: between weight syncs the engines do "
+                "not hold the model that was trained last"
+            )
+        return self
+
     @model_validator(mode="after")
     def _demonstrations_agree(self) -> "RunConfig":
+        if self.run.mode == "debug-train-only":
+            return self
         if self.run.mode != "sft":
             if self.reward.rm_type == NO_REWARD:
                 raise ValueError(
@@ -394,8 +446,9 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _policies_agree(self) -> "RunConfig":
         algorithm, steps = self.algorithm, self.train.num_steps_per_rollout
-        if algorithm.true_on_policy_mode and (steps > 1 or self.rollout.partial_rollout):
-            other = "rollout.partial_rollout = true"
+        late = self.rollout.partial_rollout or self.is_async
+        if algorithm.true_on_policy_mode and (steps > 1 or late):
+            other = "run.mode = 'async'" if self.is_async else "rollout.partial_rollout = true"
             if steps > 1:
                 other = f"train.num_steps_per_rollout = {steps}"
             raise ValueError(
@@ -440,6 +493,44 @@ class RunConfig(Section):
     def generates(self) -> bool:
         """Whether the run has engines."""
         return self.run.mode not in WITHOUT_ENGINES
+
+    @property
+    def is_async(self) -> bool:
+        """Whether the next rollouts are made while one is trained on."""
+        return self.run.mode == "async"
+
+    @property
+    def lag(self) -> int:
+        """Iterations that the policy of a rollout may lie behind the one that is trained on it."""
+        if not self.is_async:
+            return 0
+        return self.rollout.async_buffer_size + self.rollout.update_weights_interval - 1
+
+    def policy_version(self, iteration: int) -> int:
+        """The policy that makes the rollout of an iteration: the model after so many iterations.
+
+        Asynchronously it is begun `async_buffer_size` iterations before, by what the last weight
+        sync until then has given the engines. It follows from these settings, and not from time.
+        """
+        if not self.trains:
+            return 0
+        if not self.is_async:
+            return iteration
+        every = self.rollout.update_weights_interval
+        return max(0, iteration - self.rollout.async_buffer_size) // every * every
+
+    @property
+    def max_staleness(self) -> int | None:
+        """Most iterations that the policy of any token may lie behind; None: there is no bound."""
+        if self.rollout.max_staleness is None and self.is_async:
+            return self.lag
+        return self.rollout.max_staleness
+
+    @property
+    def states_kept(self) -> int:
+        """Trainer states that are kept: with them the older policies that a resume needs."""
+        behind = self.lag // self.checkpoint.state_interval + 2 if self.lag else 0
+        return max(self.checkpoint.keep_last, behind)
 
     @property
     def num_engines(self) -> int:

@@ -23,6 +23,7 @@ from rlcore.rollout.hooks import Hooks, RolloutArgs
 from rlcore.rollout.metrics import rollout_metrics
 from rlcore.rollout.own_source import OwnSource, OwnSupply
 from rlcore.rollout.rewards.protocol import Score
+from rlcore.rollout.staleness import staleness_metrics
 from rlcore.rollout.supply import RolloutRequest, Supply
 from rlcore.sample import Sample
 
@@ -130,6 +131,9 @@ async def rollout(
     left = leave(in_order([*found.rest, *supply.waiting]), request.iteration, config, supply.anew)
     if config.over_sampling_batch_size is not None or request.buffer:
         metrics |= left.metrics | {"rollout/buffer/taken_groups": float(supply.from_buffer)}
+        if config.max_staleness is not None:
+            metrics["rollout/buffer/too_old_groups"] = float(supply.too_old)
+    metrics |= staleness_metrics(samples, request.iteration, config.max_staleness)
     scores = None
     if dynamic is not None:
         metrics |= dynamic_metrics(found)

@@ -13,6 +13,7 @@ from rlcore.config.tree import RolloutConfig
 from rlcore.data import Cursor, Dataset, Place, Prompt, places, span
 from rlcore.rollout.buffer import Group, go_on, line_up, number
 from rlcore.rollout.generate import sample_seed
+from rlcore.rollout.staleness import is_too_old
 from rlcore.sample import Sample, Status
 
 
@@ -66,6 +67,7 @@ class Supply:
         groups: all that were, in that order.
         before: response tokens that each had then, by its place.
         from_buffer: how many came from the buffer.
+        too_old: how many of those were begun anew, being older than `max_staleness`.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class Supply:
         self.groups: list[Group] = []
         self.before: dict[Place, list[int]] = {}
         self.from_buffer = 0
+        self.too_old = 0
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -154,7 +157,7 @@ class Supply:
     def _ready(self, old: Sequence[Group], new: int) -> list[Group]:
         request = self._request
         begun = self._begin(new)
-        groups = go_on(old, request.version, self._config, self.anew) + begun
+        groups = go_on(self._fresh(old), request.version, self._config, self.anew) + begun
         set_seeds(groups, request.run_seed, f"rollout-{request.iteration}", self._seen)
         number(groups, (len(self.groups), sum(len(group.samples) for group in self.groups)))
         for group in groups:
@@ -162,6 +165,15 @@ class Supply:
         self.groups += groups
         self.from_buffer += len(old)
         return groups
+
+    def _fresh(self, old: Sequence[Group]) -> list[Group]:
+        """Groups of the buffer; what is too old to be trained on is begun anew."""
+        most, out = self._config.max_staleness, []
+        for group in old:
+            too_old = is_too_old(group.samples, self._request.iteration, most)
+            self.too_old += too_old
+            out.append(Group(group.place, self.anew(group.place)) if too_old else group)
+        return out
 
 
 def make_groups(prompts: list[Prompt], n: int, run_seed: int, scope: str) -> list[Sample]:

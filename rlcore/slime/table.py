@@ -257,7 +257,9 @@ ROLLOUT = (
     Argument("buffer-filter-path", "str", Setting("rollout.buffer_filter_path")),
     Argument("update-weight-buffer-size", "int", Held("weights are sent in parts of bounded size")),
     Argument(
-        "update-weights-interval", "int", Held("weights are synced after every iteration", (1,))
+        "update-weights-interval",
+        "int",
+        Joined("rollout.update_weights_interval", "with `train_async.py` alone, as in slime"),
     ),
     flag("keep-old-actor", Refused("old log-probs come from the policy before the step")),
     Argument(

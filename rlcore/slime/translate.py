@@ -29,6 +29,9 @@ BUILT_IN_ROLLOUT = "slime.rollout.sglang_rollout.generate_rollout"
 SFT_ROLLOUT = "slime.rollout.sft_rollout.generate_rollout"
 BUILT_IN_SOURCE = "slime.rollout.data_source.RolloutDataSourceWithBuffer"
 ICEPOP = "slime.backends.megatron_utils.loss.icepop_function"
+FULLY_ASYNC = "slime.rollout.fully_async_rollout."
+ASYNC_SCRIPT = "train_async.py"
+SCRIPTS = ("train.py", ASYNC_SCRIPT)
 PLUGINS = (
     "buffer-filter-path",
     "custom-advantage-function-path",
@@ -74,7 +77,8 @@ def translate(tokens: Sequence[str]) -> Translation:
     """The configuration that a launch line of slime asks for.
 
     Args:
-        tokens: all that follows `train.py`, as a shell splits it.
+        tokens: all that follows `train.py`, as a shell splits it; or with it, or with
+            `train_async.py`, before them.
 
     Raises:
         ConfigError: naming each argument that has no place here, is unknown, or lacks a value.
@@ -82,6 +86,8 @@ def translate(tokens: Sequence[str]) -> Translation:
     done = Translation()
     given: dict[str, Any] = {}
     wrong: list[str] = []
+    if tokens and tokens[0].rpartition("/")[2] in SCRIPTS:
+        given[tokens[0].rpartition("/")[2]], tokens = True, tokens[1:]
     for argument, value, text in read(tokens, wrong):
         given[argument.name] = value
         rule = argument.rule
@@ -210,6 +216,17 @@ def _mode(given: dict[str, Any], done: Translation) -> None:
         )
     if "disable-compute-advantages-and-returns" in given and not learns:
         raise ConfigError("--disable-compute-advantages-and-returns: the policy loss needs them")
+    every = given.get("update-weights-interval", 1)
+    if every != 1 and ASYNC_SCRIPT not in given:
+        raise ConfigError(
+            f"--update-weights-interval {every}: train.py syncs after every iteration, as "
+            f"run.mode = 'sync' does; for run.mode = 'async' begin the line with {ASYNC_SCRIPT}"
+        )
+    if str(given.get("rollout-function-path")).startswith(FULLY_ASYNC):
+        raise ConfigError(
+            f"--rollout-function-path {given['rollout-function-path']}: rollouts have an end here; "
+            f"{ASYNC_SCRIPT} without it is run.mode = 'async', rollout.async_buffer_size ahead"
+        )
     if learns:
         _set(done, "run.mode", "sft")
     elif "load-debug-rollout-data" in given:
@@ -219,6 +236,12 @@ def _mode(given: dict[str, Any], done: Translation) -> None:
             "--debug-train-only: name the stored run to train on by --load-debug-rollout-data RUN, "
             f"or learn a data set by --rollout-function-path {SFT_ROLLOUT}"
         )
+    elif ASYNC_SCRIPT in given and "debug-rollout-only" not in given:
+        _set(done, "run.mode", "async")
+        _set(done, "rollout.update_weights_interval", every)
+        if "use-tis" not in given and "use-rollout-logprobs" not in given:
+            why = "algorithm.use_tis = true: samples are of an older policy; slime leaves it off"
+            done.notes.append((ASYNC_SCRIPT, why))
 
 
 def _generates(done: Translation) -> bool:

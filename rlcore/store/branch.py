@@ -38,10 +38,11 @@ log = logging.getLogger("sluice.store")
 
 SHARED_STAGES = {"train": ("rollout", "reward", "filter"), "reward": ("rollout",)}
 """Stages that can be run again, and those before them that are taken from the parent."""
-_FIXED = ("run.seed", "run.mode", "run.train_from")
+_FIXED = ("run.seed", "run.mode", "run.train_from", "rollout.update_weights_interval")
 _WHY_FIXED = {
     "model": "the shared iterations trained that model",
     "data": "the data cursor of the shared iterations counts the rows of that data",
+    "rollout": "the shared iterations have the weight syncs, and so the policies, that it asks for",
     "run": "the prompts, samples and stages of the shared iterations follow from it",
 }
 

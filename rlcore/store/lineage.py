@@ -2,7 +2,8 @@
 
 What a run must hold, and so what the stages put into their manifests:
 - `inputs` names stages of the same iteration by their names. `policy` is the weight sync that made
-  the policy: for rollout that of the iteration before, for other stages that of the same one.
+  the policy: for rollout that of the iteration before, or, of `run.mode = "async"`, the one that
+  made its `policy_version`; for other stages that of the same iteration.
 - rollout: `cursor` = {epoch, offset, next_epoch, next_offset, size}, where its new prompts begin in
   the data plan and where the next ones do; `extra["buffer"]`, if it left groups that it did not
   use, has them in its files and their `places` = [[epoch, offset], ...]; `extra["dropped"]`,
@@ -118,6 +119,9 @@ class _Verifier:
         # Elsewhere every rollout is the starting model's, or another run's.
         mode = config.get("run", {}).get("mode")
         self._syncs = mode not in WITHOUT_TRAINER | WITHOUT_ENGINES
+        self._async = mode == "async"
+        self._lag = _lag(config.get("rollout", {}))
+        self._policies: dict[int, str] = {}
         self._cursor: dict[str, Any] | None = None
         self._left: _Left = {}
         self._state_id: str | None = None
@@ -210,6 +214,8 @@ class _Verifier:
             self._rollout(i, stages["rollout"][0])
         if "train" in stages:
             self._train(i, stages)
+        if "weight_sync" in stages:
+            self._policies[i + 1] = stages["weight_sync"][1].sha256
         self._before = stages
 
     def _committed_stages(self, i: int) -> _Stages:
@@ -272,6 +278,9 @@ class _Verifier:
             if name == "taken":
                 self._taken(i, manifest, sha)
                 continue
+            if name == "policy" and manifest.stage == "rollout" and self._async:
+                self._made_by(i, manifest, sha)
+                continue
             source = stages
             stage = "weight_sync" if name == "policy" else name
             if name == "policy" and manifest.stage == "rollout":
@@ -286,9 +295,28 @@ class _Verifier:
                     f"{manifest.stage} was made from {name} {sha[:12]}, but that of the run is "
                     f"{source[stage][1].sha256[:12]}",
                 )
-        named = "policy" in manifest.inputs or not self._syncs
+        version = manifest.policy_version or 0
+        if manifest.stage == "rollout" and self._async and i - version > self._lag:
+            self._wrong(
+                i,
+                f"rollout was made by policy version {version}, {i - version} iterations before, "
+                f"but the settings allow {self._lag}",
+            )
+        start = self._async and not version
+        named = "policy" in manifest.inputs or not self._syncs or start
         if manifest.stage == "rollout" and i and not named:
             self._wrong(i, "rollout does not name the policy that it was made with")
+
+    def _made_by(self, i: int, manifest: Manifest, sha: str) -> None:
+        """That a rollout, begun ahead, names the weight sync that made its policy."""
+        version = manifest.policy_version or 0
+        known = self._policies.get(version, "none")
+        if known != sha:
+            self._wrong(
+                i,
+                f"rollout was made by policy version {version} of weight sync {sha[:12]}, but that "
+                f"of the run is {known[:12]}",
+            )
 
     def _taken(self, i: int, manifest: Manifest, sha: str) -> None:
         """That a stage of another run is still the one that was taken."""
@@ -529,6 +557,12 @@ def _trainable(rollout: pa.Table, reward: pa.Table, filter: pa.Table) -> np.ndar
     good &= np.asarray([r is not None for r in filter["reward"].to_pylist()], bool)
     good &= np.asarray(filter["keep"].to_pylist(), bool)
     return good
+
+
+def _lag(rollout: dict[str, Any]) -> int:
+    """Iterations that the policy of a rollout may lie behind, with rollouts made ahead."""
+    own = rollout.get("async_buffer_size", 1) + rollout.get("update_weights_interval", 1) - 1
+    return int(own if rollout.get("max_staleness") is None else rollout["max_staleness"])
 
 
 def _prompts_of(table: pa.Table) -> list[str]:

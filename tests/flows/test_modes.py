@@ -1,11 +1,13 @@
 """Modes: compositions of the stages other than the usual one."""
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 from real_runs import Sluice, kill_tree, short, wait_for
-from run_processes import is_actor, is_engine, pids
+from run_processes import is_actor, is_engine, pids, the_one
 
 from rlcore.rollout.stored import read_rollout
 from rlcore.store.manifest import StageRef
@@ -19,6 +21,7 @@ SFT = (
     *("--set", "data.response_key=label", "--set", "rollout.n_samples_per_prompt=1"),
     *("--set", "rollout.rollout_batch_size=64"),
 )
+ASYNC = ("--set", "run.mode=async", "--set", "eval.eval_interval=4")
 STAGES = {"rollout", "reward", "filter"}
 
 
@@ -121,3 +124,50 @@ def test_a_data_set_is_learned_without_engines(sluice: Sluice, tmp_path: Path) -
     assert sluice.json("verify", "hurt")["ok"]
     [sample] = sluice.json("samples", "calm", "--iter", "0", "--limit", "1")
     assert sample["response"] == f"{sample['label'] or sample['prompt'][0] * 3}<eos>"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("every", [1, 2])
+def test_rollouts_made_ahead_come_to_the_same_after_a_kill(
+    sluice: Sluice, tmp_path: Path, every: int
+) -> None:
+    path, more = (
+        str(short(tmp_path, 8)),
+        (*ASYNC, "--set", f"rollout.update_weights_interval={every}"),
+    )
+    sluice("train", path, "--run-id", "calm", *more)
+    process = sluice.start("train", path, "--run-id", "hurt", *more)
+    wait_for(sluice.committed("hurt", 4).exists)
+    kill_tree(process.pid)
+    process.communicate()
+    sluice("resume", "hurt")
+
+    calm, hurt = sluice.json("show", "calm"), sluice.json("show", "hurt")
+    assert hurt["state_sha256"] == calm["state_sha256"]
+    assert [m["reward"] for m in hurt["metrics"]] == [m["reward"] for m in calm["metrics"]]
+    store = RunStore(Objects.open(str(sluice.root)), "hurt")
+    versions = [store.stage(i, "rollout")[0].policy_version for i in range(8)]  # type: ignore[index]
+    expected = {1: [0, 0, 1, 2, 3, 4, 5, 6], 2: [0, 0, 0, 2, 2, 4, 4, 6]}
+    assert versions == expected[every]
+    assert max(m["rollout/staleness/max"] for m in hurt["metrics"]) == every
+    assert all("train/tis" in m for m in hurt["metrics"])
+    for run_id in ("calm", "hurt"):
+        report = sluice.json("verify", run_id)
+        assert report["ok"], report["errors"]
+
+
+@pytest.mark.slow
+def test_rollouts_made_ahead_survive_the_death_of_actors(sluice: Sluice, tmp_path: Path) -> None:
+    path, more = str(short(tmp_path, 8)), (*ASYNC, "--set", "rollout.async_buffer_size=2")
+    sluice("train", path, "--run-id", "calm", *more)
+    process = sluice.start("train", path, "--run-id", "hurt", "--json", *more)
+    for i, which in enumerate([is_engine, is_actor("TrainerActor"), is_actor("RolloutActor")]):
+        wait_for(sluice.committed("hurt", 2 * i).exists)
+        os.kill(the_one(process, which), signal.SIGKILL)
+    said = process.communicate(timeout=240)
+    assert process.returncode == 0, said
+    calm, hurt = sluice.json("show", "calm"), sluice.json("show", "hurt")
+    assert hurt["state_sha256"] == calm["state_sha256"]
+    assert sum(m["cluster/engine_restarts"] for m in hurt["metrics"]) == 1
+    report = sluice.json("verify", "hurt")
+    assert report["ok"], report["errors"]

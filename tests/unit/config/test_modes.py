@@ -30,6 +30,7 @@ def test_who_trains_and_who_generates() -> None:
         mode: (made.trains, made.generates)
         for mode, made in {
             "sync": config(),
+            "async": config(run={"mode": "async"}),
             "debug-rollout-only": config(run={"mode": "debug-rollout-only"}),
             "debug-train-only": config(run={"mode": "debug-train-only", "train_from": "a"}),
             "sft": config(**SFT),
@@ -37,10 +38,17 @@ def test_who_trains_and_who_generates() -> None:
     }
     assert found == {
         "sync": (True, True),
+        "async": (True, True),
         "debug-rollout-only": (False, True),
         "debug-train-only": (True, False),
         "sft": (True, False),
     }
+
+
+def test_the_batches_of_learned_rows_may_be_trained_on_again() -> None:
+    again = SFT | {"run": {"mode": "debug-train-only", "train_from": "a"}}
+    made = config(**again, data={"path": "/d", "response_key": "r"}, reward={"rm_type": "none"})
+    assert (made.reward.rm_type, made.algorithm.loss_type) == ("none", "sft_loss")
 
 
 @pytest.mark.parametrize("run", [{"mode": "debug-train-only"}, {"train_from": "a"}])
@@ -51,6 +59,8 @@ def test_training_alone_names_its_batches(run: dict[str, str]) -> None:
 
 def test_a_run_without_these_settings_keeps_its_digest() -> None:
     tree = config().model_dump(mode="json")
+    for key in ("async_buffer_size", "update_weights_interval", "max_staleness"):
+        del tree["rollout"][key]
     del tree["run"]["train_from"], tree["data"]["response_key"], tree["algorithm"]["loss_type"]
     assert tree_digest(tree) == config_digest(config())
 
@@ -85,3 +95,39 @@ def test_learning_a_data_set_needs_no_reward() -> None:
 def test_what_learning_a_data_set_has_no_use_for(sections: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         config(**SFT | sections)
+
+
+ASYNC: dict[str, Any] = {"run": {"mode": "async"}}
+
+
+def test_old_samples_are_weighed_unless_something_else_is_said() -> None:
+    assert config(**ASYNC).algorithm.use_tis
+    assert not config(**ASYNC, algorithm={"use_tis": False}).algorithm.use_tis
+    other = config(**ASYNC, algorithm={"use_rollout_logprobs": True}).algorithm
+    assert other.use_rollout_logprobs and not other.use_tis
+    assert not config().algorithm.use_tis
+    assert config().max_staleness is None
+    assert not config(**ASYNC, algorithm={"loss_type": "sft_loss"}).algorithm.use_tis
+
+
+EVAL = {"eval_interval": 3, "datasets": [{"name": "a", "path": "/a"}]}
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        (ASYNC | {"cluster": {"colocate": True}}, "cannot share GPUs"),
+        (ASYNC | {"rollout": {"async_buffer_size": 2, "max_staleness": 1}}, "up to 2 iterations"),
+        (ASYNC | {"rollout": {"update_weights_interval": 2}, "eval": EVAL}, "is no multiple of"),
+        (
+            ASYNC | {"algorithm": {"true_on_policy_mode": True, "use_tis": False}},
+            "not the one that sampled with run.mode = 'async'",
+        ),
+        ({"rollout": {"async_buffer_size": 2}}, "async_buffer_size = 2 is for run.mode = 'async'"),
+        ({"rollout": {"update_weights_interval": 2}}, "is for run.mode = 'async' alone"),
+        ({"rollout": {"max_staleness": 2}}, "no token is ever of an older policy"),
+    ],
+)
+def test_what_rollouts_ahead_do_not_go_with(sections: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        config(**sections)

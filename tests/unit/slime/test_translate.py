@@ -187,7 +187,7 @@ def test_what_slime_defaults_to_is_said_where_ours_is_another() -> None:
     [
         ("--use-routing-replay", "--use-routing-replay: no mixture-of-experts routing"),
         ("--rollout-functon-path x", "did you mean --rollout-function-path?"),
-        ("--update-weights-interval 2", "--update-weights-interval 2: only 1 is possible"),
+        ("--update-weights-interval 2", "--update-weights-interval 2: train.py syncs"),
         ("--lr much", "--lr much: could not convert"),
         ("--lr 1 2", "it takes one value, not 2"),
         ("--colocate yes", "--colocate yes: it takes no value"),
@@ -314,3 +314,21 @@ def test_learning_a_data_set_is_a_mode() -> None:
     assert "the policy loss needs them" in refusals(
         f"{SHORTEST} --disable-compute-advantages-and-returns"
     )
+
+
+def test_the_asynchronous_script_is_a_mode() -> None:
+    done = translate(shlex.split(f"/root/slime/train_async.py {SHORTEST}"))
+    assert any("use_tis" in why for _, why in done.notes)
+    config = config_of(f"train_async.py {SHORTEST} --update-weights-interval 3")
+    assert (config.run.mode, config.rollout.update_weights_interval) == ("async", 3)
+    assert config.algorithm.use_tis
+    plain = config_of(f"train_async.py {SHORTEST} --use-rollout-logprobs").algorithm
+    assert not plain.use_tis
+    assert config_of(f"train.py {SHORTEST}") == config_of(SHORTEST)
+    only = config_of(f"train_async.py {SHORTEST} --load-debug-rollout-data first")
+    assert only.run.mode == "debug-train-only"
+    with pytest.raises(ConfigError, match="cannot share GPUs"):
+        config_of(f"train_async.py {SHORTEST} --colocate")
+    path = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
+    told = refusals(f"train_async.py {SHORTEST} --rollout-function-path {path}")
+    assert "rollouts have an end here" in told
