@@ -176,14 +176,14 @@ class OwnSupply(Supply):
                 "order: start a new run"
             )
         self._source = source
-        self._fresh: dict[Place, Samples] = {
+        self._untouched: dict[Place, Samples] = {
             group.place: [_begun_anew(sample) for sample in group.samples]
             for group in request.buffer
         }
 
     def anew(self, place: Place) -> Samples:
         """Samples of the prompt that was handed out at a place, nothing generated."""
-        fresh, n = self._fresh[place], self._config.n_samples_per_prompt
+        fresh, n = self._untouched[place], self._config.n_samples_per_prompt
         return [deepcopy(one) for one in (fresh if len(fresh) == n else fresh[:1] * n)]
 
     @property
@@ -195,7 +195,7 @@ class OwnSupply(Supply):
         start = self._end.offset
         self._end = replace(self._end, offset=start + n, size=ENDLESS)
         groups = [Group((0, start + k), one) for k, one in enumerate(self._source.take(n))]
-        self._fresh |= {group.place: deepcopy(group.samples) for group in groups}
+        self._untouched |= {group.place: deepcopy(group.samples) for group in groups}
         return groups
 
 
