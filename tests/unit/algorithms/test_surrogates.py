@@ -205,7 +205,8 @@ def test_what_stands_at_masked_positions_never_matters(name, garbage):
     clean = make_inputs(dtype=torch.float32)
     want = policy_loss(clean, CASES[name])
     want.loss.backward()
-    tensors = [f.name for f in fields(clean) if f.name not in ("mask", "lengths")]
+    kept = ("mask", "lengths", "weigh", "reduce")
+    tensors = [f.name for f in fields(clean) if f.name not in kept]
     dirty = {n: torch.where(clean.mask, getattr(clean, n).detach(), garbage) for n in tensors}
     inputs = replace(clean, **dirty)
     inputs.log_probs.requires_grad_()

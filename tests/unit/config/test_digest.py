@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rlcore.config import RunConfig, build_config, config_digest, with_sets
-from rlcore.config.digest import tree_digest
+from rlcore.config.digest import NEWER, tree_digest
 from rlcore.config.tree import Section
 
 CONFIG = build_config(
@@ -81,9 +81,12 @@ def test_a_digest_is_a_sha256_that_does_not_depend_on_the_order_of_keys() -> Non
 
 def test_a_run_that_is_older_than_a_setting_keeps_its_digest() -> None:
     tree = CONFIG.model_dump(mode="json")
-    del tree["run"]["mode"], tree["compat"]
+    for section, key, value in NEWER:
+        assert tree[section].pop(key) == value
+    assert not tree.pop("compat")
     assert tree_digest(tree) == digest()
-    assert tree_digest(tree, "run") == digest((), "run")
+    for name in ("run", "algorithm", "rollout", "eval"):
+        assert tree_digest(tree, name) == digest((), name)
 
 
 def test_operational_names_are_fields() -> None:
