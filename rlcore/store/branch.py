@@ -43,7 +43,7 @@ _WHY_FIXED = {
     "model": "the shared iterations trained that model",
     "data": "the data cursor of the shared iterations counts the rows of that data",
     "rollout": "the shared iterations have the weight syncs, and so the policies, that it asks for",
-    "run": "the prompts, samples and stages of the shared iterations follow from it",
+    "run": "the order of the prompts, samples and stages of the shared iterations follow from it",
 }
 
 

@@ -120,7 +120,8 @@ def test_killed_before_its_record_a_fork_is_made_by_the_next_call(rooted: Object
     [
         ({"model": {"path": "/models/other"}}, "model.path = '/models/other' .*trained that model"),
         ({"data": {"path": "/other.jsonl"}}, "the data cursor of the shared iterations counts"),
-        ({"run": {"seed": 4}}, "run.seed = 4 .*follow from it"),
+        ({"run": {"seed": 4}}, "run.seed = 4 .*order of the prompts"),
+        ({"run": {"mode": "async"}}, "run.mode = 'async' .*stages of the shared iterations"),
     ],
 )
 def test_what_may_not_differ(rooted: Objects, sets: dict[str, Any], said: str) -> None:
