@@ -54,7 +54,8 @@ class Responses:
         where, lengths = torch.cat(spans), [s.response_length for s in sequences]
         trained = packed.loss_mask.index_select(0, where)
         return cls(
-            tokens=[torch.as_tensor(s.tokens, dtype=torch.int64, device=device) for s in sequences],
+            # Copies: a function may write into what it gets, and these are views of the batch.
+            tokens=[torch.from_numpy(np.array(s.tokens, np.int64)).to(device) for s in sequences],
             response_lengths=lengths,
             masks=list(trained.float().to(device).split(lengths)),
             numbers=[_number(s) for s in sequences],
