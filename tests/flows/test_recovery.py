@@ -85,8 +85,9 @@ def test_an_engine_that_does_not_come_up_beside_the_first_stage_loses_nothing(
     sluice("train", path, "--run-id", "hurt")
     whole = sluice.json("show", "hurt")["state_sha256"]
     last = sluice.committed("hurt", 1).parent
-    for name in ("_COMMITTED.json", "train/_MANIFEST.json", "weight_sync/_MANIFEST.json"):
-        (last / name).unlink()
+    (last / "_COMMITTED.json").unlink()
+    for stage in ("train", "weight_sync", "evaluate", "checkpoint"):
+        (last / stage / "_MANIFEST.json").unlink()
 
     (tmp_path / "sitecustomize.py").write_text(
         "import os, sys\n"
