@@ -84,11 +84,12 @@ class Actors:
         else:
             first = KINDS
         kinds = kinds_of(config)
-        self._begin(kind for kind in kinds if kind in first)
+        needed = [kind for kind in kinds if kind in first]
+        self._begin(needed)
         await self._wait_for_model()
         state = plan.start_state()
-        await self.up(*(kind for kind in kinds if kind in first))
-        self._begin(kind for kind in kinds if kind not in first)
+        await self.up(*needed)
+        self._begin(kind for kind in kinds if kind not in needed)
         return state
 
     async def up(self, *kinds: Kind) -> None:

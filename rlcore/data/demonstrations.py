@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rlcore.config.tree import DataConfig
-from rlcore.data.prompts import Messages, Prompt
+from rlcore.data.prompts import Messages, Prompt, rendered
 from rlcore.errors import DataError
 
 MARK = "\ue000"
@@ -125,21 +125,8 @@ class Demonstrations:
 
         def render(messages: Messages, *, prompted: bool = False) -> str:
             said = [{k: v for k, v in m.items() if k != STEP_MASK} for m in messages]
-            try:
-                text: str = self._tokenizer.apply_chat_template(
-                    said,
-                    tools=prompt.metadata.get("tools") or None,
-                    tokenize=False,
-                    **self._config.apply_chat_template_kwargs,
-                    add_generation_prompt=prompted,
-                )
-            except Exception as error:
-                # Templates are programs of their own and raise what they like.
-                raise DataError(
-                    f"{self._config.path} row {prompt.row}: the chat template failed: "
-                    f"{type(error).__name__}: {error}"
-                ) from error
-            return text
+            tokenizer, config, path = self._tokenizer, self._config, self._config.path
+            return rendered(said, prompt, tokenizer, config, path, prompted=prompted)
 
         return render
 

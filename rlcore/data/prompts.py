@@ -249,20 +249,45 @@ def apply_template(
     for prompt in prompts:
         raw = prompt.prompt
         messages = [{"role": "user", "content": raw}] if isinstance(raw, str) else raw
-        try:
-            prompt.prompt = tokenizer.apply_chat_template(
-                messages,
-                tools=prompt.metadata.get("tools") or None,
-                tokenize=False,
-                add_generation_prompt=True,
-                **config.apply_chat_template_kwargs,
-            )
-        except Exception as error:
-            # Templates are programs of their own and raise what they like.
-            raise DataError(
-                f"{path} row {prompt.row}: the chat template failed: "
-                f"{type(error).__name__}: {error}"
-            ) from error
+        prompt.prompt = rendered(messages, prompt, tokenizer, config, path, prompted=True)
+
+
+def rendered(
+    messages: Messages,
+    prompt: Prompt,
+    tokenizer: Any,
+    config: DataConfig,
+    path: str,
+    *,
+    prompted: bool,
+) -> str:
+    """Messages by the tokenizer's chat template.
+
+    Args:
+        messages: what is said.
+        prompt: the row that they are of, with its tools.
+        tokenizer: has the template.
+        config: the data section.
+        path: of the file, for errors.
+        prompted: whether the text ends where the model is to speak.
+
+    Raises:
+        DataError: the template fails.
+    """
+    try:
+        text: str = tokenizer.apply_chat_template(
+            messages,
+            tools=prompt.metadata.get("tools") or None,
+            tokenize=False,
+            add_generation_prompt=prompted,
+            **config.apply_chat_template_kwargs,
+        )
+    except Exception as error:
+        # Templates are programs of their own and raise what they like.
+        raise DataError(
+            f"{path} row {prompt.row}: the chat template failed: {type(error).__name__}: {error}"
+        ) from error
+    return text
 
 
 def encode_prompts(prompts: Sequence[Prompt], tokenizer: Any, path: str) -> None:
