@@ -1,6 +1,7 @@
 """Invariants of `rlcore.algorithms.packing`."""
 
 from dataclasses import fields, replace
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -9,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlcore.algorithms.aggregate import Totals, token_weight
-from rlcore.algorithms.packing import TokenTensors, TrainSequence, pack, padded
+from rlcore.algorithms.packing import LogProbs, TokenTensors, TrainSequence, pack, padded
 from rlcore.errors import DataError
 
-ALL = ("old_log_probs", "rollout_log_probs", "ref_log_probs")
+ALL = get_args(LogProbs)
 TENSORS = [f.name for f in fields(TokenTensors)]
 
 
@@ -34,6 +35,7 @@ def sequences(draw):
         old_log_probs=draw(of_response(numbers)),
         rollout_log_probs=draw(of_response(numbers)),
         ref_log_probs=draw(of_response(numbers)),
+        teacher_log_probs=draw(of_response(numbers)),
         trainable=draw(st.booleans()),
     )
 
