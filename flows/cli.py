@@ -34,6 +34,14 @@ Root = Annotated[
     Parameter(help="Folder or URL of all runs. Default: $SLUICE_ROOT, else ./sluice-data."),
 ]
 Json = Annotated[bool, Parameter(name="--json", negative="", help="Print JSON.")]
+EvalSets = Annotated[
+    tuple[str, ...],
+    Parameter(
+        consume_multiple=True,
+        negative="",
+        help="Evaluate on these instead: NAME PATH, and more pairs.",
+    ),
+]
 RunName = Annotated[str, Parameter(help="Name of the run.")]
 
 
@@ -46,14 +54,7 @@ def train(
     run_id: Annotated[
         str | None, Parameter(help="Name of the run. Default: made from the time.")
     ] = None,
-    eval_prompt_data: Annotated[
-        tuple[str, ...],
-        Parameter(
-            consume_multiple=True,
-            negative="",
-            help="Evaluate on these instead: NAME PATH, and more pairs.",
-        ),
-    ] = (),
+    eval_prompt_data: EvalSets = (),
     json: Json = False,
 ) -> int:
     """Start a run, or go on with the one of the same name and configuration."""
@@ -205,6 +206,24 @@ def lab(
     from flows.commands.lab import lab as measure
 
     measure(root_of(root), run, iter, policy, as_json=json)
+
+
+@app.command
+def evaluate(
+    run: RunName,
+    *,
+    iter: Annotated[
+        int | None,
+        Parameter(help="The iteration whose checkpoint it is. Default: the newest that is kept."),
+    ] = None,
+    eval_prompt_data: EvalSets = (),
+    root: Root = None,
+    json: Json = False,
+) -> None:
+    """Evaluate a checkpoint on held-out data, beside the run."""
+    from flows.commands.evaluate import evaluate as measure
+
+    measure(root_of(root), run, iter, eval_prompt_data, as_json=json)
 
 
 @app.command(name="log")

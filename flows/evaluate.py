@@ -1,8 +1,8 @@
 """The flow `rl-evaluate`: a run's checkpoint on held-out data, at any time, beside the run."""
 
+import dataclasses
 import os
 import re
-import shutil
 from typing import Any
 
 from prefect import flow
@@ -10,11 +10,9 @@ from prefect.artifacts import acreate_table_artifact
 
 from flows.operation.credentials import fetch_credentials
 from flows.reporting.logs import logs_to_prefect
-from rlcore.cluster import ray_session
 from rlcore.config import EvalDataset
-from rlcore.evaluation import Evaluation, evaluate_checkpoint, find_checkpoint
+from rlcore.evaluation import evaluate_checkpoint, find_checkpoint
 from rlcore.opening import existing_config, open_store
-from rlcore.scratch import make_scratch
 
 
 @flow(name="rl-evaluate", flow_run_name="evaluate-{run_id}", retries=0, persist_result=False)
@@ -40,28 +38,11 @@ async def rl_evaluate(
     await fetch_credentials(config.storage)
     store = open_store(config)
     checkpoint = find_checkpoint(store, iteration)
-    scratch = make_scratch(run_id)
-    connected = ray_session.connect(config.cluster.ray_address)
-    try:
-        chosen = config.eval.datasets if datasets is None else datasets
-        done = await evaluate_checkpoint(config, store, checkpoint, chosen, scratch)
-    finally:
-        if connected:
-            ray_session.disconnect()
-        shutil.rmtree(scratch, ignore_errors=True)
+    chosen = config.eval.datasets if datasets is None else datasets
+    done = await evaluate_checkpoint(config, store, checkpoint, chosen)
     await acreate_table_artifact(
         table=[{"metric": name, "value": value} for name, value in sorted(done.metrics.items())],
         key=re.sub(r"[^a-z0-9-]+", "-", f"{run_id}-evaluation"),
-        description=f"Iteration {done.iteration} of {run_id}; {store.objects.url(done.key)}",
+        description=f"Iteration {done.iteration} of {run_id}; {store.objects.url(done.manifest)}",
     )
-    return summary(done)
-
-
-def summary(done: Evaluation) -> dict[str, Any]:
-    """What the flow returns."""
-    return {
-        "run_id": done.run_id,
-        "iteration": done.iteration,
-        "manifest": done.key,
-        "metrics": done.metrics,
-    }
+    return dataclasses.asdict(done)

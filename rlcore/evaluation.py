@@ -7,10 +7,12 @@ Invariants:
 
 import dataclasses
 import logging
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlcore.cluster import ray_session
 from rlcore.cluster.actors import CONTROL_DEADLINE_S, check_gpus
 from rlcore.cluster.engines import START_VERSION, Engines
 from rlcore.cluster.fleet import ROLLOUT_DEADLINE_S
@@ -21,6 +23,7 @@ from rlcore.config import EvalDataset, RunConfig, config_digest
 from rlcore.config.digest import STAGE_SECTIONS
 from rlcore.config.reward import NO_REWARD
 from rlcore.errors import ConfigError, Corrupt, NotFound
+from rlcore.scratch import make_scratch
 from rlcore.store.files import download_folder, find_damage
 from rlcore.store.manifest import FileRef, Manifest, StageRef
 from rlcore.store.paths import evaluation_prefix, new_attempt
@@ -46,8 +49,8 @@ class Evaluation:
 
     run_id: str
     iteration: int
-    key: str
-    """Of its manifest."""
+    manifest: str
+    """Its key."""
     metrics: dict[str, float]
 
 
@@ -85,16 +88,16 @@ async def evaluate_checkpoint(
     store: RunStore,
     checkpoint: Checkpoint,
     datasets: Sequence[EvalDataset],
-    scratch: Path,
 ) -> Evaluation:
     """Generate and score responses to held-out prompts with a checkpoint; commit what they gave.
+
+    Connects this process to the run's Ray for as long as it takes.
 
     Args:
         config: the run's.
         store: the run's.
         checkpoint: of the run.
         datasets: what to evaluate on.
-        scratch: a local folder for what has no local place in the store.
 
     Raises:
         ConfigError: there is no data set, or no reward to score by.
@@ -113,11 +116,9 @@ async def evaluate_checkpoint(
     config = config.model_copy(
         update={"eval": config.eval.model_copy(update={"datasets": list(datasets)})}
     )
-    folder = model_folder(store, checkpoint, scratch)
     attempt = new_attempt()
     prefix = evaluation_prefix(config.run.id, checkpoint.iteration, attempt)
-    plan = FleetPlan(config, store, 0, scratch)
-    report = await _generate(plan, folder, checkpoint.iteration, attempt, prefix)
+    report = await _beside(config, store, checkpoint, attempt, prefix)
     manifest = Manifest(
         run_id=config.run.id,
         iteration=checkpoint.iteration,
@@ -147,6 +148,22 @@ def model_folder(store: RunStore, checkpoint: Checkpoint, scratch: Path) -> Path
         if damage := find_damage(store.objects, ref):
             raise Corrupt(f"the checkpoint of iteration {checkpoint.iteration}: {damage}")
     return local
+
+
+async def _beside(
+    config: RunConfig, store: RunStore, checkpoint: Checkpoint, attempt: str, prefix: str
+) -> StageReport:
+    """Generate and score with Ray and a scratch folder for as long as that takes."""
+    scratch = make_scratch(config.run.id)
+    connected = ray_session.connect(config.cluster.ray_address)
+    try:
+        folder = model_folder(store, checkpoint, scratch)
+        plan = FleetPlan(config, store, 0, scratch)
+        return await _generate(plan, folder, checkpoint.iteration, attempt, prefix)
+    finally:
+        if connected:
+            ray_session.disconnect()
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 async def _generate(

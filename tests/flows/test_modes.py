@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from real_runs import Sluice, kill_tree, short, wait_for
+from real_runs import REPO, Sluice, kill_tree, short, wait_for
 from run_processes import is_actor, is_engine, pids, the_one
 
 from rlcore.rollout.stored import read_rollout
@@ -124,6 +124,16 @@ def test_a_data_set_is_learned_without_engines(sluice: Sluice, tmp_path: Path) -
     assert sluice.json("verify", "hurt")["ok"]
     [sample] = sluice.json("samples", "calm", "--iter", "0", "--limit", "1")
     assert sample["response"] == f"{sample['label'] or sample['prompt'][0] * 3}<eos>"
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_the_example_answers_exactly(sluice: Sluice) -> None:
+    sluice("train", str(REPO / "examples/sft/run.toml"), "--run-id", "sft")
+    done = sluice.json("evaluate", "sft")
+    assert done["iteration"] == 39 and done["metrics"]["eval/greedy"] == 1
+    assert (sluice.root / done["manifest"]).exists()
+    said = sluice("evaluate", "sft", "--iter", "5", code=2)
+    assert "keeps no checkpoint of iteration 5; kept are: 19, 39" in said
 
 
 @pytest.mark.slow
