@@ -74,7 +74,7 @@ async def evaluate(
         scorer: of the run's reward function.
         run_seed: of the run.
         version: policy version that the engines must report.
-        iteration: told to a function of one's own.
+        iteration: told to functions of one's own.
         own: that function, where there is one.
 
     Raises:
@@ -85,11 +85,13 @@ async def evaluate(
     if own is not None:
         from rlcore.rollout.own_evaluation import Serving
 
-        serving = Serving(sets, rollout, tokenizer, pool, run_seed, version)
-        found = await own.make(iteration, serving)
+        serving = Serving(sets, rollout, tokenizer, pool, run_seed, version, iteration)
+        found = await own.make(serving)
         parts, metrics = found.parts, found.metrics
     else:
-        made = await all_of(_generate(s, rollout, tokenizer, pool, run_seed, version) for s in sets)
+        generators = [eval_generator(one, rollout, tokenizer, pool, iteration) for one in sets]
+        pairs = zip(sets, generators, strict=True)
+        made = await all_of(_generate(*pair, run_seed, version) for pair in pairs)
         parts = [(one.config, samples) for one, samples in zip(sets, made, strict=True)]
     seconds = time.perf_counter() - began
     for config, samples in parts:
@@ -102,15 +104,9 @@ async def evaluate(
 
 
 async def _generate(
-    one: EvalSet,
-    rollout: RolloutConfig,
-    tokenizer: Any,
-    pool: EnginePool,
-    run_seed: int,
-    version: str | None,
+    one: EvalSet, generator: Generator, run_seed: int, version: str | None
 ) -> list[Sample]:
-    samples = eval_samples(one, tokenizer, run_seed)
-    generator = eval_generator(one, rollout, tokenizer, pool)
+    samples = eval_samples(one, generator.tokenizer, run_seed)
     return await generator.run(samples, one.config.n_samples_per_eval_prompt, version)
 
 
@@ -130,11 +126,11 @@ def eval_samples(one: EvalSet, tokenizer: Any, run_seed: int) -> list[Sample]:
 
 
 def eval_generator(
-    one: EvalSet, rollout: RolloutConfig, tokenizer: Any, pool: EnginePool
+    one: EvalSet, rollout: RolloutConfig, tokenizer: Any, pool: EnginePool, iteration: int
 ) -> Generator:
     """What fills in the responses of a data set's samples."""
     own, more = eval_settings(one.config, rollout)
-    return Generator(own, tokenizer, pool, evaluation=True, more=more)
+    return Generator(own, tokenizer, pool, iteration=iteration, evaluation=True, more=more)
 
 
 def eval_settings(

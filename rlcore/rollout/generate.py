@@ -12,18 +12,19 @@ Invariants:
 
 import asyncio
 import hashlib
-import inspect
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from rlcore.config.tree import RolloutConfig
 from rlcore.errors import DataError, EngineError, PluginError, SluiceError
-from rlcore.plugins import Kind, load_checked
+from rlcore.plugins import Kind, load_checked, takes
 from rlcore.rollout.args import PluginArgs
 from rlcore.rollout.client import GenerateRequest, GenerateResult
-from rlcore.rollout.groups import split_groups
+from rlcore.rollout.groups import identity_of, set_identity, split_groups
 from rlcore.rollout.limits import ROW_PARAMS_KEY
 from rlcore.rollout.pool import EnginePool
+from rlcore.rollout.sample_hooks import SETTING as HOOKS
+from rlcore.rollout.sample_hooks import SampleHooks
 from rlcore.rollout.together import all_of
 from rlcore.sample import FINISHED, Sample, Status
 from rlcore.slime.compat import state as slime
@@ -98,6 +99,7 @@ class Generator:
         config: the rollout section.
         tokenizer: of the model; handed to a custom function.
         pool: the engines.
+        iteration: told to a sample hook that has a parameter `rollout_id`.
         evaluation: told to a custom function that has a parameter of this name.
         more: sampling parameters beside those of the section.
 
@@ -111,16 +113,18 @@ class Generator:
         tokenizer: Any,
         pool: EnginePool,
         *,
+        iteration: int = 0,
         evaluation: bool = False,
         more: Params | None = None,
     ) -> None:
         self.pool = pool
         self._config = config
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._room = asyncio.Semaphore(pool.total_concurrency)
         self._params = sampling_params(config) | (more or {})
         self._args = GenerateArgs(config, tokenizer, pool)
         self._evaluation = evaluation
+        self._hooks = SampleHooks(config.sample_hook_paths, iteration, evaluation=evaluation)
         self._functions: dict[tuple[str, Kind], CustomGenerate] = {}
         self._path = config.custom_generate_function_path
         if self._path is not None:
@@ -151,20 +155,35 @@ class Generator:
             PluginError: the custom function failed.
         """
         self.pool.version = version
+        were_open = {k for k, sample in enumerate(samples) if sample.status in OPEN}
         for sample in samples:
             if sample.status in OPEN and sample.response_length and self._budget(sample) < 1:
                 sample.status = Status.TRUNCATED
         todo = {k: sample for k, sample in enumerate(samples) if sample.status in OPEN}
         before = [list(sample.weight_versions) for sample in todo.values()]
         if self._path is None and not any(s.generate_function_path for s in todo.values()):
-            told = ready if len(todo) == len(samples) else None
+            told = ready if len(todo) == len(samples) and not self._hooks else None
             made = await self._plain(list(todo.values()), group, told)
         else:
             made = await self._customized(list(todo.values()))
         for sample, earlier in zip(made, before, strict=True):
             _check_version(sample, earlier, version)
         todo = dict(zip(todo, made, strict=True))
-        return [todo.get(k, sample) for k, sample in enumerate(samples)]
+        done = [todo.get(k, sample) for k, sample in enumerate(samples)]
+        if not self._hooks:
+            return done
+        return await all_of(self._hooked(s, k in were_open) for k, s in enumerate(done))
+
+    async def _hooked(self, sample: Sample, was_open: bool) -> Sample:
+        """A sample after the hooks, if it has become whole."""
+        if not was_open or sample.status in OPEN:
+            return sample
+        identity = identity_of(sample)
+        async with self._room:
+            made = await self._hooks(self._args, sample)
+        set_identity(made, identity)
+        check_made(made, HOOKS, self.pool.limits.vocab_size)
+        return made
 
     def _budget(self, sample: Sample) -> int:
         """Tokens that a sample may still get; may be negative."""
@@ -207,7 +226,7 @@ class Generator:
         apply_result(sample, result)
         if goes_on:
             # A character may lie on both sides of the cut.
-            sample.response = self._tokenizer.decode(
+            sample.response = self.tokenizer.decode(
                 sample.response_tokens, skip_special_tokens=self._config.skip_special_tokens
             )
 
@@ -241,7 +260,7 @@ class Generator:
         assert path is not None
         what = f"{SETTING if own is None else 'generate_function_path of the sample'} = {path!r}"
         function = self._function(path, "group_generate" if as_group else "generate")
-        places = [(s.group_index, s.index, s.prompt_id, s.seed) for s in part]
+        identities = [identity_of(sample) for sample in part]
         extra = {"evaluation": self._evaluation} if takes(function, "evaluation") else {}
         params = [self._own_params(sample) for sample in part]
         try:
@@ -260,7 +279,7 @@ class Generator:
         if not isinstance(made, list) or len(made) != len(part):
             count = f"{len(made)} samples" if isinstance(made, list) else f"a {type(made).__name__}"
             raise PluginError(f"{what} returned {count} for a group of {len(part)}")
-        for sample, place in zip(made, places, strict=True):
+        for sample, identity in zip(made, identities, strict=True):
             if isinstance(sample, list):
                 raise PluginError(
                     f"{what} returned a list of {len(sample)} samples for one: there is no fan-out;"
@@ -268,7 +287,7 @@ class Generator:
                 )
             if not isinstance(sample, Sample):
                 raise PluginError(f"{what} returned a {type(sample).__name__}, not a Sample")
-            sample.group_index, sample.index, sample.prompt_id, sample.seed = place
+            set_identity(sample, identity)
             check_made(sample, what, self.pool.limits.vocab_size)
         return made
 
@@ -276,11 +295,6 @@ class Generator:
         if (path, kind) not in self._functions:
             self._functions[path, kind] = load_checked(path, SETTING, kind)
         return self._functions[path, kind]
-
-
-def takes(function: Callable[..., Any], name: str) -> bool:
-    """Whether a custom function has a parameter of that name."""
-    return name in inspect.signature(function).parameters
 
 
 def apply_result(sample: Sample, result: GenerateResult) -> None:

@@ -15,13 +15,14 @@ from typing import Any
 
 from rlcore.config.tree import RolloutConfig
 from rlcore.errors import PluginError, SluiceError
-from rlcore.plugins import Kind, is_async, load_checked
+from rlcore.plugins import Kind, is_async, load_checked, takes
 from rlcore.rollout.args import PluginArgs
 from rlcore.rollout.buffer import Group
 from rlcore.rollout.collect import Collected, Judged
 from rlcore.rollout.evaluate import set_score
 from rlcore.rollout.filters import Verdict
-from rlcore.rollout.generate import GenerateArgs, Generator, check_made, takes
+from rlcore.rollout.generate import GenerateArgs, Generator, check_made
+from rlcore.rollout.groups import identity_of, set_identity
 from rlcore.rollout.supply import Picked, Supply
 from rlcore.sample import Sample
 
@@ -101,8 +102,7 @@ class DataSource:
                 f"{len(group.samples)}"
             )
         for sample, was in zip(samples, group.samples, strict=True):
-            sample.group_index, sample.index = was.group_index, was.index
-            sample.prompt_id, sample.seed = was.prompt_id, was.seed
+            set_identity(sample, identity_of(was))
         return Group(group.place, samples)
 
 

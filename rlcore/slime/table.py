@@ -239,11 +239,7 @@ ROLLOUT = (
     Argument(
         "custom-generate-function-path", "str", Setting("rollout.custom_generate_function_path")
     ),
-    Argument(
-        "rollout-sample-hook-path",
-        "str",
-        Refused("call it at the end of the function of rollout.custom_generate_function_path"),
-    ),
+    Argument("rollout-sample-hook-path", "again", Setting("rollout.sample_hook_paths")),
     Argument(
         "custom-rollout-log-function-path",
         "str",

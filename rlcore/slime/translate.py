@@ -47,6 +47,7 @@ PLUGINS = (
     "rollout-all-samples-process-path",
     "rollout-function-path",
     "rollout-sample-filter-path",
+    "rollout-sample-hook-path",
 )
 """Arguments that name functions, which are written for slime unless they are built in."""
 READ: dict[str, Callable[[str], Any]] = {
@@ -56,6 +57,7 @@ READ: dict[str, Callable[[str], Any]] = {
     "json": json.loads,
     "ints": int,
     "strs": str,
+    "again": str,
 }
 Tree = dict[str, Any]
 
@@ -89,6 +91,8 @@ def translate(tokens: Sequence[str]) -> Translation:
     if tokens and tokens[0].rpartition("/")[2] in SCRIPTS:
         given[tokens[0].rpartition("/")[2]], tokens = True, tokens[1:]
     for argument, value, text in read(tokens, wrong):
+        if argument.takes == "again":
+            value = [*given.get(argument.name, ()), value]
         given[argument.name] = value
         rule = argument.rule
         if isinstance(rule, Refused):
@@ -339,7 +343,8 @@ def _functions(given: dict[str, Any], done: Translation) -> None:
     if source != BUILT_IN_SOURCE:
         _set(done, "rollout.data_source_path", source)
     built_in = {BUILT_IN_ROLLOUT, SFT_ROLLOUT, BUILT_IN_SOURCE, ICEPOP, *BUILT_IN_FILTERS}
-    if any(given[name] not in built_in for name in PLUGINS if name in given):
+    named = [given[name] for name in PLUGINS if name in given]
+    if any(isinstance(one, list) or one not in built_in for one in named):
         _set(done, "compat.slime", True)
 
 

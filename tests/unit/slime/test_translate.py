@@ -151,10 +151,12 @@ def test_rewards_and_hooks() -> None:
     assert whole.custom_rollout_function_path == "my.roll"
     rollout = config_of(
         f"{SHORTEST} --over-sampling-batch-size 8 --partial-rollout --buffer-filter-path my.buffer "
+        "--rollout-sample-hook-path my.one --rollout-sample-hook-path my.two "
         "--rollout-sample-filter-path my.some --rollout-all-samples-process-path my.all"
     ).rollout
     assert rollout.buffer_filter_path == "my.buffer"
     assert rollout.rollout_sample_filter_path == "my.some"
+    assert rollout.sample_hook_paths == ["my.one", "my.two"]
     assert rollout.rollout_all_samples_process_path == "my.all"
 
 
