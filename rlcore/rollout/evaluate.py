@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from rlcore.config.tree import EvalDataset, RolloutConfig
 from rlcore.data import Dataset
+from rlcore.rollout.buffer import Group, number
 from rlcore.rollout.generate import Generator
-from rlcore.rollout.groups import split_groups
+from rlcore.rollout.groups import execution_rewards, split_groups
 from rlcore.rollout.metrics import length_metrics, pass_at_k
 from rlcore.rollout.pool import EnginePool
 from rlcore.rollout.rewards.protocol import Score
@@ -107,7 +108,8 @@ async def _generate(
     one: EvalSet, generator: Generator, run_seed: int, version: str | None
 ) -> list[Sample]:
     samples = eval_samples(one, generator.tokenizer, run_seed)
-    return await generator.run(samples, one.config.n_samples_per_eval_prompt, version)
+    made = await generator.run(samples, one.config.n_samples_per_eval_prompt, version)
+    return number([Group((0, k), group) for k, group in enumerate(split_groups(made))])
 
 
 def eval_samples(one: EvalSet, tokenizer: Any, run_seed: int) -> list[Sample]:
@@ -168,18 +170,15 @@ def eval_metrics(
     """
     name = f"eval/{config.name}"
     out = length_metrics(name, samples)
-    rewards = [s.reward for s in scores if s.reward is not None]
-    out[f"{name}/unscored"] = float(len(scores) - len(rewards))
+    groups = execution_rewards(samples, [score.reward for score in scores])
+    rewards = [r for group in groups for r in group if r is not None]
+    out[f"{name}/unscored"] = float(sum(map(len, groups)) - len(rewards))
     if not rewards:
         return out
     out[name] = statistics.fmean(rewards)
     out[f"{name}/exact"] = sum(r >= 1 for r in rewards) / len(rewards)
-    position = 0
-    counts: list[tuple[int, int]] = []
-    for group in split_groups(samples):
-        found = [s.reward for s in scores[position : position + len(group)] if s.reward is not None]
-        counts.append((len(found), sum(r >= config.pass_threshold for r in found)))
-        position += len(group)
+    scored = [[r for r in group if r is not None] for group in groups]
+    counts = [(len(found), sum(r >= config.pass_threshold for r in found)) for found in scored]
     k = 1
     while k <= config.n_samples_per_eval_prompt:
         passes = [pass_at_k(n, c, k) for n, c in counts if n >= k]

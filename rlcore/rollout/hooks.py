@@ -22,7 +22,7 @@ from rlcore.rollout.collect import Collected, Judged
 from rlcore.rollout.evaluate import set_score
 from rlcore.rollout.filters import Verdict
 from rlcore.rollout.generate import GenerateArgs, Generator, check_made
-from rlcore.rollout.groups import identity_of, set_identity
+from rlcore.rollout.groups import identity_of, join_execution, split_executions
 from rlcore.rollout.supply import Picked, Supply
 from rlcore.sample import Sample
 
@@ -83,12 +83,16 @@ class DataSource:
         for group in samples:
             self.back.append(self.known(group))
 
-    def known(self, samples: Samples) -> Group:
+    def known(self, given: Sequence[Sample | Samples]) -> Group:
         """The group that these samples are of, taken out of those `given`.
+
+        Args:
+            given: of one group; those that were cut from one may be a list of their own.
 
         Raises:
             PluginError: there is none.
         """
+        samples = [s for one in given for s in (one if isinstance(one, list) else [one])]
         index = samples[0].group_index if samples else None
         group = self.given.pop(index, None)
         if group is None:
@@ -96,13 +100,14 @@ class DataSource:
                 f"{self._what} gives a group with group_index {index}, which it was not given, or "
                 "gave before; return the samples of data_source.get_samples"
             )
-        if len(samples) != len(group.samples):
+        made, were = split_executions(samples), split_executions(group.samples)
+        if len(made) != len(were):
             raise PluginError(
-                f"{self._what} gives {len(samples)} samples of group {index}, which has "
-                f"{len(group.samples)}"
+                f"{self._what} gives {len(made)} samples of group {index}, which has {len(were)}; "
+                "several that were cut from one have the same rollout_id"
             )
-        for sample, was in zip(samples, group.samples, strict=True):
-            set_identity(sample, identity_of(was))
+        for execution, origin in zip(made, were, strict=True):
+            join_execution(execution, identity_of(origin[0]))
         return Group(group.place, samples)
 
 

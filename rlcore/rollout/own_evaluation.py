@@ -17,7 +17,7 @@ from rlcore.errors import EngineError, PluginError, SluiceError
 from rlcore.plugins import is_async, load_checked, takes
 from rlcore.rollout.evaluate import EvalSet, eval_generator, eval_samples
 from rlcore.rollout.generate import Generator
-from rlcore.rollout.groups import split_groups
+from rlcore.rollout.groups import split_executions, split_groups
 from rlcore.rollout.hooks import RolloutArgs
 from rlcore.rollout.pool import EnginePool
 from rlcore.sample import Sample, Status
@@ -161,7 +161,7 @@ class OwnEvaluation:
         _number(samples, name)
         for sample in samples:
             self._check(sample, what, serving)
-        size = max(len(group) for group in split_groups(samples))
+        size = max(len(split_executions(group)) for group in split_groups(samples))
         try:
             own = known.get(name) or EvalDataset(
                 name=name, path="-", n_samples_per_eval_prompt=size
@@ -202,8 +202,11 @@ def _number(samples: Samples, name: str) -> None:
     """Number samples in their order; those side by side of one prompt are a group."""
     group, before = -1, None
     for k, sample in enumerate(samples):
-        prompt = sample.group_index, sample.prompt_id, str(sample.prompt)
+        sample.index = k
+    for execution in split_executions(samples):
+        prompt = execution[0].group_index, execution[0].prompt_id, str(execution[0].prompt)
         group += prompt != before
         before = prompt
-        sample.index, sample.group_index = k, group
-        sample.prompt_id = sample.prompt_id or f"{name}-{group}"
+        for sample in execution:
+            sample.group_index = group
+            sample.prompt_id = sample.prompt_id or f"{name}-{group}"
