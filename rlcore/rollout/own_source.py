@@ -132,6 +132,7 @@ class OwnSource:
         for sample in group:
             if sample.status != Status.PENDING or sample.response_length:
                 raise PluginError(f"{self._what} gave a sample that is not pending")
+            sample.rollout_id = None
             if not sample.tokens:
                 if not isinstance(sample.prompt, str) or not sample.prompt:
                     raise PluginError(

@@ -29,6 +29,7 @@ BUILT_IN_ROLLOUT = "slime.rollout.sglang_rollout.generate_rollout"
 SFT_ROLLOUT = "slime.rollout.sft_rollout.generate_rollout"
 BUILT_IN_SOURCE = "slime.rollout.data_source.RolloutDataSourceWithBuffer"
 ICEPOP = "slime.backends.megatron_utils.loss.icepop_function"
+STREAMING = "slime.rollout.sglang_streaming_rollout.generate_streaming"
 FULLY_ASYNC = "slime.rollout.fully_async_rollout."
 ASYNC_SCRIPT = "train_async.py"
 SCRIPTS = ("train.py", ASYNC_SCRIPT)
@@ -331,6 +332,12 @@ def _functions(given: dict[str, Any], done: Translation) -> None:
     path = given.get("rollout-function-path", BUILT_IN_ROLLOUT)
     if path not in (BUILT_IN_ROLLOUT, SFT_ROLLOUT):
         _set(done, "rollout.custom_rollout_function_path", path)
+    generate = given.get("custom-generate-function-path")
+    if generate == STREAMING:
+        why = "a request that is cut off is answered with what it had, without streaming"
+        done.notes.append((f"--custom-generate-function-path {STREAMING}", why))
+    elif generate is not None:
+        _set(done, "rollout.custom_generate_function_path", generate)
     if "custom-rm-path" in given:
         _set(done, "reward.custom_rm_path", given["custom-rm-path"])
         if "rm-type" in given:
@@ -342,7 +349,8 @@ def _functions(given: dict[str, Any], done: Translation) -> None:
     source = given.get("data-source-path", BUILT_IN_SOURCE)
     if source != BUILT_IN_SOURCE:
         _set(done, "rollout.data_source_path", source)
-    built_in = {BUILT_IN_ROLLOUT, SFT_ROLLOUT, BUILT_IN_SOURCE, ICEPOP, *BUILT_IN_FILTERS}
+    built_in = {BUILT_IN_ROLLOUT, SFT_ROLLOUT, BUILT_IN_SOURCE, ICEPOP, STREAMING}
+    built_in |= BUILT_IN_FILTERS.keys()
     named = [given[name] for name in PLUGINS if name in given]
     if any(isinstance(one, list) or one not in built_in for one in named):
         _set(done, "compat.slime", True)

@@ -172,6 +172,10 @@ async def generate(args: Any, sample: Sample, sampling_params: Params) -> Sample
     return sample
 
 
+generate_streaming = generate
+"""slime streams so that a request that is cut off keeps its tokens; here it does without."""
+
+
 async def generate_and_rm(
     args: Any, sample: Sample, sampling_params: Params, evaluation: bool = False
 ) -> Sample | Samples:

@@ -160,6 +160,14 @@ def test_rewards_and_hooks() -> None:
     assert rollout.rollout_all_samples_process_path == "my.all"
 
 
+def test_streaming_needs_no_function() -> None:
+    path = "slime.rollout.sglang_streaming_rollout.generate_streaming"
+    config = config_of(f"{SHORTEST} --custom-generate-function-path {path}")
+    assert config.rollout.custom_generate_function_path is None
+    own = config_of(f"{SHORTEST} --custom-generate-function-path my.generate")
+    assert own.rollout.custom_generate_function_path == "my.generate" and own.compat.slime
+
+
 def test_a_filter_alone_is_dynamic_sampling_as_in_slime() -> None:
     path = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
     config = config_of(f"{SHORTEST} --dynamic-sampling-filter-path {path}")
