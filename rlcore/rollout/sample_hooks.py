@@ -29,7 +29,9 @@ class SampleHooks:
         PluginError: one cannot be loaded or called.
     """
 
-    def __init__(self, paths: Sequence[str], iteration: int = 0, *, evaluation: bool = False):
+    def __init__(
+        self, paths: Sequence[str], iteration: int = 0, *, evaluation: bool = False
+    ) -> None:
         named = {"rollout_id": iteration, "evaluation": evaluation}
         self._hooks: list[tuple[Callable[..., Any], str, dict[str, Any]]] = []
         for k, path in enumerate(paths):
