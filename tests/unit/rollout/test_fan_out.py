@@ -87,6 +87,18 @@ def nested(group):
         found.setdefault(sample.seed, []).append(sample)
     return list(found.values())
 
+async def one_id(args, rollout_id, data_source):
+    groups = await batch(args, rollout_id, data_source)
+    for sample in (s for group in groups for s in group):
+        sample.rollout_id = rollout_id
+    return groups
+
+async def unfinished(args, rollout_id, data_source):
+    groups = await batch(args, rollout_id, data_source)
+    for sample in (s for group in groups for s in group):
+        sample.status = Status.ABORTED
+    return groups
+
 def count(args, sample):
     sample.metadata["hooked"] = sample.metadata.get("hooked", 0) + 1
 
@@ -296,6 +308,18 @@ async def test_a_rollout_function_gives_them_back(
     own = rollout(tmp_path, custom_rollout_function_path=name)
     made, _ = await run(replace(plan, rollout=own), [s.url for s in servers])
     check_batch(samples_of(plan, made.files))
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [("one_id", "gives 1 samples of group 0, which has 4"), ("unfinished", "one of which is not")],
+)
+async def test_a_rollout_function_that_mixes_them_up_is_named(
+    plan: RolloutPlan, servers: list[Any], tmp_path: Path, name: str, fault: str
+) -> None:
+    own = rollout(tmp_path, custom_rollout_function_path=name)
+    with pytest.raises(PluginError, match=fault):
+        await run(replace(plan, rollout=own), [s.url for s in servers])
 
 
 async def test_a_function_of_a_group_may_do_it_and_hooks_see_each(
