@@ -20,6 +20,7 @@ from rlcore.errors import PluginError, SluiceError
 from rlcore.net import free_port
 from rlcore.plugins import (
     BY_NAME,
+    NAMED,
     PARAMETERS,
     TRAINING,
     Kind,
@@ -81,6 +82,10 @@ def kind_of(spec: str) -> Kind:
     if slime.current() is not None and "batched_reward" in fitting and "filter" in fitting:
         # slime awaits its rewards and never its filters.
         fitting = ["batched_reward" if is_async(function) else "filter"]
+    if "sample_hook" in fitting:
+        # What a hook may be told beside is all that sets it apart from a reward.
+        other = set(names).isdisjoint(NAMED["sample_hook"])
+        fitting = [kind for kind in fitting if (kind == "sample_hook") != other]
     if len(fitting) != 1:
         kinds = ", ".join(fitting or PARAMETERS)
         raise PluginError(
@@ -99,7 +104,8 @@ def check_plugin(
         spec: `module:function` or an absolute `file.py:function`.
         kind: what it is for.
         reward_key: of a reward function that returns a dict.
-        model: Hugging Face folder for a generate function or a source; needed for those alone.
+        model: Hugging Face folder for a generate function, a sample hook or a source; needed for
+            those alone.
 
     Raises:
         PluginError: it cannot be loaded, or cannot be called as its kind is.
@@ -110,10 +116,10 @@ def check_plugin(
             return check_reward(spec, batched=kind == "batched_reward", reward_key=reward_key)
         case "filter":
             return list(check_filter(spec, reward_key))
-        case "generate" | "group_generate":
+        case "generate" | "group_generate" | "sample_hook":
             if model is None:
-                raise PluginError(f"{spec}: a generate function is tried with a model; name one")
-            return check_generate(spec, model, group=kind == "group_generate")
+                raise PluginError(f"{spec}: a {kind} function is tried with a model; name one")
+            return check_generate(spec, model, kind)
         case "data_source":
             if model is None:
                 raise PluginError(f"{spec}: a source is tried with a tokenizer; name a model")
@@ -210,26 +216,31 @@ def check_filter(spec: str, reward_key: str | None) -> Iterator[Finding]:
 # --- generate -------------------------------------------------------------------------------------
 
 
-def check_generate(spec: str, model: Path, *, group: bool) -> list[Finding]:
-    """A whole sample from a real engine, the same one from the same seed, in an evaluation too."""
+def check_generate(spec: str, model: Path, kind: Kind) -> list[Finding]:
+    """A whole sample from a real engine, the same one from the same seed, in an evaluation too.
+
+    A sample hook is given what a plain request made.
+    """
     with tempfile.TemporaryDirectory(prefix="sluice-check-") as folder:
         port = free_port()
         engine = EngineProcess(port)
         engine.start(embedded_argv(model, port), Path(folder) / "engine.log")
         try:
             engine.wait_healthy(ENGINE_START_S)
-            return asyncio.run(_generated(spec, model, engine.url, group))
+            return asyncio.run(_generated(spec, model, engine.url, kind))
         finally:
             engine.stop()
 
 
-async def _generated(spec: str, model: Path, url: str, group: bool) -> list[Finding]:
+async def _generated(spec: str, model: Path, url: str, kind: Kind) -> list[Finding]:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
+    is_hook = kind == "sample_hook"
     config = RolloutConfig(
-        custom_generate_function_path=spec,
-        group_generate=group,
+        custom_generate_function_path=None if is_hook else spec,
+        sample_hook_paths=[spec] if is_hook else [],
+        group_generate=kind == "group_generate",
         max_response_len=RESPONSE_LEN,
         n_samples_per_prompt=2,
     )
@@ -250,9 +261,10 @@ async def _generated(spec: str, model: Path, url: str, group: bool) -> list[Find
             found.append(Finding(what))
     finally:
         await pool.close()
-    if [s.tokens for s in made[0]] != [s.tokens for s in made[1]]:
+    first, again = ([(s.tokens, s.loss_mask, s.reward) for s in one] for one in made[:2])
+    if first != again:
         problem = (
-            "other tokens from the same seed, so a run that is resumed generates otherwise; use "
+            "another sample from the same seed, so a run that is resumed generates otherwise; use "
             "the sampling_params it is given, which hold the seed"
         )
         found[1] = Finding("the same again", problem)

@@ -28,6 +28,7 @@ Kind = Literal[
     "rollout",
     "data_source",
     "buffer_filter",
+    "sample_hook",
     "sample_filter",
     "all_samples",
     "reward",
@@ -47,6 +48,7 @@ PARAMETERS: dict[Kind, tuple[str, ...]] = {
     "rollout": ("args", "rollout_id", "data_source"),
     "data_source": ("args",),
     "buffer_filter": ("args", "rollout_id", "buffer", "num_samples"),
+    "sample_hook": ("args", "sample"),
     "sample_filter": ("args", "groups"),
     "all_samples": ("args", "all_groups", "data_source"),
     "reward": ("args", "sample"),
@@ -70,6 +72,9 @@ PARAMETERS: dict[Kind, tuple[str, ...]] = {
 
 BY_NAME: frozenset[Kind] = frozenset({"tis"})
 """Kinds whose arguments, `args` aside, are given by their names."""
+
+NAMED: dict[Kind, tuple[str, ...]] = {"sample_hook": ("rollout_id", "evaluation")}
+"""What a function of a kind is given beside, by its name, where it has a parameter for it."""
 
 TRAINING: dict[str, Kind] = {
     "custom_reward_post_process_path": "reward_post_process",
@@ -134,7 +139,8 @@ def check_signature(function: Callable[..., Any], kind: Kind, what: str) -> None
         if kind in BY_NAME:
             signature.bind(names[0], **dict.fromkeys(names[1:]))
         else:
-            signature.bind(*names)
+            more = [name for name in NAMED.get(kind, ()) if name in signature.parameters]
+            signature.bind(*names, **dict.fromkeys(more))
     except TypeError as error:
         raise PluginError(
             f"{what}: it is called as {wanted}, but its signature is {signature}: {error}"
@@ -144,6 +150,11 @@ def check_signature(function: Callable[..., Any], kind: Kind, what: str) -> None
         raise PluginError(f"{what}: it must be an `async def {function.__name__}{wanted}`")
     if kind in PLAIN and is_async(function):
         raise PluginError(f"{what}: it must be a plain `def`, not async")
+
+
+def takes(function: Callable[..., Any], name: str) -> bool:
+    """Whether a custom function has a parameter of that name."""
+    return name in inspect.signature(function).parameters
 
 
 def is_async(function: Callable[..., Any]) -> bool:

@@ -29,6 +29,7 @@ from rlcore.rollout import rewards
 from rlcore.rollout.filters.rules import BUILT_IN
 from rlcore.rollout.hooks import Hooks
 from rlcore.rollout.rewards.dispatch import function_name
+from rlcore.rollout.sample_hooks import SampleHooks
 from rlcore.sample import Sample, Status
 from rlcore.slime.compat import state as slime
 from rlcore.slime.compat.attributes import slime_args_of
@@ -168,6 +169,7 @@ def check_plugins(config: RunConfig) -> None:
     if config.rollout.data_source_path is not None:
         load_checked(config.rollout.data_source_path, "rollout.data_source_path", "data_source")
     Hooks(config.rollout, None)
+    SampleHooks(config.rollout.sample_hook_paths)
     for name, kind in TRAINING.items() if config.trains else ():
         if (path := getattr(config.algorithm, name)) is not None:
             load_checked(path, f"algorithm.{name}", kind)
@@ -180,12 +182,13 @@ def check_plugins(config: RunConfig) -> None:
 def check_reward(config: RunConfig) -> None:
     """The reward function loads, and gives a number for an empty answer to the first prompt.
 
-    No trial where a custom function generates, since the reward may need what that puts into a
-    sample, nor where some samples may fail.
+    No trial where a custom function generates or a hook follows, since the reward may need what
+    that puts into a sample, nor where some samples may fail.
     """
     rollout = config.rollout
     own = rollout.custom_generate_function_path or rollout.custom_rollout_function_path
-    if own or config.data.generate_function_key or config.reward.max_failed:
+    own = own or config.data.generate_function_key or rollout.sample_hook_paths
+    if own or config.reward.max_failed:
         rewards.check_reward(config.reward)
         return
     row = first_rows(config.data, 1)[0]

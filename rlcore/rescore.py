@@ -12,6 +12,7 @@ from typing import Any
 from rlcore.algorithms.advantages import AdvantageInputs, sample_advantages
 from rlcore.config import AlgorithmConfig, RunConfig, config_digest
 from rlcore.config.digest import STAGE_SECTIONS
+from rlcore.rollout.groups import execution_of
 from rlcore.rollout.metrics import reward_metrics
 from rlcore.rollout.rewards.scorer import Scorer
 from rlcore.rollout.stored import (
@@ -202,8 +203,10 @@ def _verdicts(
     pairs = zip(chosen["reward"].to_pylist(), failed, strict=True)
     rewards = [None if bad else reward for reward, bad in pairs]
     groups = [sample.group_index for sample in samples]
+    executions = execution_of(groups, [sample.rollout_id for sample in samples])
     std, baseline = algorithm.group_std, algorithm.group_baseline
-    found = sample_advantages(AdvantageInputs(rewards, groups, std, baseline)).advantages
+    inputs = AdvantageInputs(rewards, groups, std, baseline, executions)
+    found = sample_advantages(inputs).advantages
     keep = chosen["keep"].to_pylist()
     trained = tuple(a if k else 0.0 for a, k in zip(found, keep, strict=True))
     return Verdicts(rewards, trained, scores["error"].to_pylist())

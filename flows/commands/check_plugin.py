@@ -30,7 +30,8 @@ def check(
         spec: the function.
         kind: what it is for; None: its parameters tell.
         reward_key: of a reward function that returns a dict.
-        model: folder of the model for a generate function or a source; None: the quickstart's.
+        model: folder of the model for a generate function, a sample hook or a source; None: the
+            quickstart's.
         as_json: print one JSON object.
         slime: it is written for slime, as with `compat.slime = true`.
 
@@ -53,7 +54,8 @@ def _check(
 ) -> int:
     which = kind or kind_of(spec)
     with tempfile.TemporaryDirectory(prefix="sluice-check-") as folder:
-        if which in ("generate", "group_generate", "data_source") and model is None:
+        tried_with = ("generate", "group_generate", "sample_hook", "data_source")
+        if which in tried_with and model is None:
             model = quickstart_model(Path(folder) / "model")
         found = check_plugin(spec, which, reward_key=reward_key, model=model)
     if as_json:

@@ -13,6 +13,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import groupby
 from types import TracebackType
 from typing import Any
 from uuid import UUID
@@ -217,7 +218,8 @@ class Reporter:
         last = self._rows[0]
         stages = self._stages(last["iteration"], ("rollout", "reward", "filter"))
         each = self._run.config.rollout.n_samples_per_prompt
-        samples = read_samples(self._run.store.objects, stages, SAMPLES_SHOWN * each)[::each]
+        shown = read_samples(self._run.store.objects, stages, SAMPLES_SHOWN * each)
+        samples = [next(group) for _, group in groupby(shown, lambda one: one["group_index"])]
         checkpoint = self._newest_checkpoint(last["iteration"])
         return (
             curve_page(self._place, list(self._history)),

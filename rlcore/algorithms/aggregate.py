@@ -11,6 +11,9 @@ of the step.
                      n_s = trainable tokens of the token's own sequence
                      (GRPO, arXiv 2402.03300, eq. 3: 1/G sum_i 1/|o_i| sum_t)
 
+Several samples that were cut from one execution count as one sequence here: S counts executions,
+and n_s is the number of trainable tokens of all samples of the token's execution.
+
 Dr.GRPO (arXiv 2503.20783, section 3.2) divides by constants alone: 1 / (S * divisor), where the
 divisor is, say, the longest response. That is `token_mean` times one number a step,
 `constant_scale`, so that metrics stay means.
@@ -43,11 +46,11 @@ class Totals:
     tokens: int
     """Trainable tokens."""
     sequences: int
-    """Sequences with at least one trainable token."""
+    """Sequences, or executions of several, with at least one trainable token."""
 
     @classmethod
     def of(cls, trainable_tokens: Iterable[int]) -> Totals:
-        """Counts from the number of trainable tokens of each sequence of the step."""
+        """Counts from the numbers of trainable tokens of the step's sequences, or executions."""
         counts = [n for n in trainable_tokens if n]
         if any(n < 0 for n in counts):
             raise DataError(f"a count of trainable tokens is negative: {min(counts)}")
@@ -60,7 +63,7 @@ def constant_scale(totals: Totals, divisor: int) -> float:
 
 
 def token_weight(trainable_tokens: int, totals: Totals, how: Normalization) -> float:
-    """Weight of each trainable token of a sequence that has `trainable_tokens` of them.
+    """Weight of each trainable token of a sequence, or execution, that has `trainable_tokens`.
 
     Formulas in the module docstring. A sequence without trainable tokens gets 0.0.
     """

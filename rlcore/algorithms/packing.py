@@ -61,6 +61,8 @@ class TrainSequence:
     """[R] of the reference policy."""
     teacher_log_probs: Floats | None = None
     """[R] as the teacher's server reported them."""
+    execution_tokens: int | None = None
+    """Trainable tokens of all samples of its execution; None: it is alone."""
     trainable: bool = True
     """False masks the whole response: a sample without a reward, or one that was removed."""
 
@@ -165,7 +167,7 @@ def pack(
 
     Args:
         sequences: those of one micro-batch; none gives one masked token of id 0.
-        totals: counts of the whole optimizer step, from every sequence's `trainable_tokens`.
+        totals: counts of the whole optimizer step, from every execution's trainable tokens.
         how: normalisation of the loss.
         log_probs: which log-probs of the sequences to take along. Named and not guessed, so that a
             micro-batch of no sequences has the same tensors as the others.
@@ -257,7 +259,9 @@ def _flat(
         return out
 
     mask = _joined([_mask(s) for s in sequences], np.int64) != 0
-    weights = [token_weight(s.trainable_tokens, totals, how) for s in sequences]
+    weights = [
+        token_weight(s.execution_tokens or s.trainable_tokens, totals, how) for s in sequences
+    ]
     targets = np.roll(ids, -1)
     targets[ends - 1] = 0
     arrays: _Arrays = {

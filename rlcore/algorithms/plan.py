@@ -1,7 +1,8 @@
 """Who trains what: a rollout batch cut into optimizer steps, ranks and micro-batches.
 
-1. The samples, in their order, are cut into `num_steps` consecutive parts whose sizes differ by at
-   most one: with a full batch each part is exactly the global batch size.
+1. The executions, in their order, are cut into `num_steps` consecutive parts whose sizes differ by
+   at most one: with a full batch each part is exactly the global batch size. An execution is one
+   sample, or several that were cut from it.
 2. Inside a step the samples are spread over the ranks by cost, each sample (dearest first) to the
    rank with the least so far (Graham's LPT rule: the dearest rank costs at most 4/3 of the best
    possible).
@@ -75,6 +76,7 @@ def plan(
     max_tokens: int,
     dp_size: int,
     num_steps: int,
+    executions: Sequence[int] | None = None,
     costs: Sequence[float] | None = None,
     fixed_micro_batches: int | None = None,
 ) -> Plan:
@@ -85,6 +87,8 @@ def plan(
         max_tokens: cap on the tokens of a micro-batch.
         dp_size: data-parallel ranks.
         num_steps: optimizer steps.
+        executions: the execution of each sample, those of one side by side; each its own when not
+            given.
         costs: what each sample costs to train, in any unit; its length when not given
             (`rlcore.algorithms.flops` computes a better one for long sequences).
         fixed_micro_batches: exactly so many micro-batches a rank and step; `max_tokens` then does
@@ -92,7 +96,7 @@ def plan(
             apply.
 
     Raises:
-        DataError: fewer samples than steps, a length below 1, or costs of another count.
+        DataError: fewer executions than steps, a length below 1, or costs of another count.
         ConfigError: a count below 1.
     """
     counts = {"max_tokens": max_tokens, "dp_size": dp_size, "num_steps": num_steps}
@@ -101,9 +105,11 @@ def plan(
     for name, value in counts.items():
         if value < 1:
             raise ConfigError(f"{name} is {value}; it must be at least 1")
-    if len(lengths) < num_steps:
+    own = range(len(lengths)) if executions is None else executions
+    firsts = [i for i in range(len(lengths)) if i == 0 or own[i] != own[i - 1]]
+    if len(firsts) < num_steps:
         raise DataError(
-            f"{len(lengths)} samples are left to train in {num_steps} optimizer steps: each step "
+            f"{len(firsts)} samples are left to train in {num_steps} optimizer steps: each step "
             "needs at least one; lower train.num_steps_per_rollout or loosen the filters"
         )
     if min(lengths) < 1:
@@ -113,7 +119,8 @@ def plan(
     if len(weights) != len(lengths):
         raise DataError(f"{len(weights)} costs for {len(lengths)} samples; there must be one each")
 
-    bounds = [k * len(lengths) // num_steps for k in range(num_steps + 1)]
+    starts = [*firsts, len(lengths)]
+    bounds = [starts[k * len(firsts) // num_steps] for k in range(num_steps + 1)]
     steps = []
     for first, last in pairwise(bounds):
         samples = range(first, last)

@@ -268,7 +268,7 @@ class RolloutActor:
             loaded.dataset,
             loaded.tokenizer,
             plan.rollout,
-            Generator(plan.rollout, loaded.tokenizer, pool),
+            Generator(plan.rollout, loaded.tokenizer, pool, iteration=request.iteration),
             plan.num_gpus,
             # A sample is stored with what the teacher says of it.
             ready=writer.add if plan.rollout.teacher_url is None else None,

@@ -35,6 +35,7 @@ NEWER: tuple[tuple[str, str, Any], ...] = (
     ("algorithm", "custom_tis_function_path", None),
     ("algorithm", "custom_pg_loss_reducer_function_path", None),
     ("algorithm", "custom_loss_function_path", None),
+    ("rollout", "sample_hook_paths", []),
 )
 """Settings at values that are left out, so that runs of older releases keep their digests."""
 NEWER_SECTIONS = frozenset({"compat"})

@@ -47,6 +47,8 @@ def path_values(
         value, inner, where = tree.get(name), section_of(field), f"{prefix}{name}"
         if (kind := path_kind(field)) and isinstance(value, str) and value:
             yield PathValue(where, kind, value)
+        elif kind and isinstance(value, list):
+            yield from (PathValue(f"{where}.{k}", kind, item) for k, item in enumerate(value))
         elif inner and isinstance(value, Mapping):
             yield from path_values(value, inner, f"{where}.")
         elif inner and isinstance(value, list):

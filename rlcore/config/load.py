@@ -203,6 +203,8 @@ def resolve_paths(tree: Tree, section: type[BaseModel] | None, folder: Path) -> 
         inner = section_of(field)
         if kind and isinstance(value, str):
             out[name] = absolute(value, kind, folder)
+        elif kind and isinstance(value, list):
+            out[name] = [absolute(v, kind, folder) if isinstance(v, str) else v for v in value]
         elif inner and isinstance(value, dict):
             out[name] = resolve_paths(value, inner, folder)
         elif inner and isinstance(value, list):

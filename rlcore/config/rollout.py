@@ -61,6 +61,8 @@ class RolloutConfig(Section):
     """A class that chooses the prompts, in place of the order of data.path: a curriculum."""
     buffer_filter_path: FunctionPath | None = None
     """A function `(args, rollout_id, buffer, num_samples)` that picks from what was left over."""
+    sample_hook_paths: list[FunctionPath] = []
+    """Functions `(args, sample, *, rollout_id, evaluation)` for each sample before its reward."""
     rollout_sample_filter_path: FunctionPath | None = None
     """A function `(args, groups)` that marks samples of a scored batch as `remove_sample`."""
     rollout_all_samples_process_path: FunctionPath | None = None

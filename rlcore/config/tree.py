@@ -45,6 +45,7 @@ AGAINST_STALENESS = frozenset({"use_tis", "use_rollout_logprobs"})
 FOR_GENERATING = (
     ("rollout", "custom_rollout_function_path"),
     ("rollout", "custom_generate_function_path"),
+    ("rollout", "sample_hook_paths"),
     ("rollout", "over_sampling_batch_size"),
     ("filter", "dynamic_sampling_filter_path"),
     ("data", "max_prompt_len"),
@@ -361,7 +362,7 @@ class RunConfig(Section):
                     f"cross-entropy: set {name} = {only!r}"
                 )
         for section, key in FOR_GENERATING:
-            if getattr(getattr(self, section), key) is not None:
+            if getattr(getattr(self, section), key) not in (None, []):
                 raise ValueError(
                     f"{section}.{key} is set, but run.mode = 'sft' generates nothing; remove it"
                     + (" (rollout.context_length cuts)" if key == "max_prompt_len" else "")

@@ -9,7 +9,7 @@ Invariants:
   remember it.
 - Every prompt that the cursor has passed is in exactly one place: in a committed rollout or in the
   newest buffer. So none is skipped and none is used twice.
-- Groups are whole in number: all samples of a prompt go together, wherever they go.
+- Groups are whole in number: all executions of a prompt go together, wherever they go.
 - What is given up is counted; its prompt is generated anew.
 """
 
@@ -23,7 +23,7 @@ from rlcore.config.tree import RolloutConfig
 from rlcore.data import Place
 from rlcore.errors import Corrupt
 from rlcore.rollout.generate import OPEN
-from rlcore.rollout.groups import split_groups
+from rlcore.rollout.groups import split_executions, split_groups
 from rlcore.sample import Sample, Status
 from rlcore.store.manifest import FileRef
 
@@ -104,12 +104,12 @@ def go_on(
     out = []
     for group in groups:
         samples, n = group.samples, config.n_samples_per_prompt
-        if len(samples) != n:
+        if (had := len(split_executions(samples))) != n:
             log.warning(
                 "the buffer's group of prompt %s has %d samples, but rollout.n_samples_per_prompt "
                 "= %d: it is begun anew, and %d tokens are given up",
                 samples[0].prompt_id,
-                len(samples),
+                had,
                 n,
                 group.tokens,
             )
@@ -179,15 +179,20 @@ def in_order(groups: Sequence[Group]) -> list[Group]:
 def number(groups: Sequence[Group], before: tuple[int, int] = (0, 0)) -> list[Sample]:
     """The samples of groups as a batch: numbered in their order.
 
+    The `rollout_id` of samples of one execution is the index of its first.
+
     Args:
         groups: in order.
         before: groups, and samples, that have numbers already.
     """
     samples: list[Sample] = []
     for group_index, group in enumerate(groups, before[0]):
-        for sample in group.samples:
-            sample.group_index, sample.index = group_index, before[1] + len(samples)
-            samples.append(sample)
+        for execution in split_executions(group.samples):
+            first = before[1] + len(samples)
+            for index, sample in enumerate(execution, first):
+                sample.group_index, sample.index = group_index, index
+                sample.rollout_id = first if len(execution) > 1 else None
+            samples += execution
     return samples
 
 

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from rlcore.config.tree import EvalDataset, RolloutConfig
 from rlcore.data import Dataset
+from rlcore.rollout.buffer import Group, number
 from rlcore.rollout.generate import Generator
-from rlcore.rollout.groups import split_groups
+from rlcore.rollout.groups import execution_rewards, split_groups
 from rlcore.rollout.metrics import length_metrics, pass_at_k
 from rlcore.rollout.pool import EnginePool
 from rlcore.rollout.rewards.protocol import Score
@@ -74,7 +75,7 @@ async def evaluate(
         scorer: of the run's reward function.
         run_seed: of the run.
         version: policy version that the engines must report.
-        iteration: told to a function of one's own.
+        iteration: told to functions of one's own.
         own: that function, where there is one.
 
     Raises:
@@ -85,11 +86,13 @@ async def evaluate(
     if own is not None:
         from rlcore.rollout.own_evaluation import Serving
 
-        serving = Serving(sets, rollout, tokenizer, pool, run_seed, version)
-        found = await own.make(iteration, serving)
+        serving = Serving(sets, rollout, tokenizer, pool, run_seed, version, iteration)
+        found = await own.make(serving)
         parts, metrics = found.parts, found.metrics
     else:
-        made = await all_of(_generate(s, rollout, tokenizer, pool, run_seed, version) for s in sets)
+        generators = [eval_generator(one, rollout, tokenizer, pool, iteration) for one in sets]
+        pairs = zip(sets, generators, strict=True)
+        made = await all_of(_generate(*pair, run_seed, version) for pair in pairs)
         parts = [(one.config, samples) for one, samples in zip(sets, made, strict=True)]
     seconds = time.perf_counter() - began
     for config, samples in parts:
@@ -102,16 +105,11 @@ async def evaluate(
 
 
 async def _generate(
-    one: EvalSet,
-    rollout: RolloutConfig,
-    tokenizer: Any,
-    pool: EnginePool,
-    run_seed: int,
-    version: str | None,
+    one: EvalSet, generator: Generator, run_seed: int, version: str | None
 ) -> list[Sample]:
-    samples = eval_samples(one, tokenizer, run_seed)
-    generator = eval_generator(one, rollout, tokenizer, pool)
-    return await generator.run(samples, one.config.n_samples_per_eval_prompt, version)
+    samples = eval_samples(one, generator.tokenizer, run_seed)
+    made = await generator.run(samples, one.config.n_samples_per_eval_prompt, version)
+    return number([Group((0, k), group) for k, group in enumerate(split_groups(made))])
 
 
 def eval_samples(one: EvalSet, tokenizer: Any, run_seed: int) -> list[Sample]:
@@ -130,11 +128,11 @@ def eval_samples(one: EvalSet, tokenizer: Any, run_seed: int) -> list[Sample]:
 
 
 def eval_generator(
-    one: EvalSet, rollout: RolloutConfig, tokenizer: Any, pool: EnginePool
+    one: EvalSet, rollout: RolloutConfig, tokenizer: Any, pool: EnginePool, iteration: int
 ) -> Generator:
     """What fills in the responses of a data set's samples."""
     own, more = eval_settings(one.config, rollout)
-    return Generator(own, tokenizer, pool, evaluation=True, more=more)
+    return Generator(own, tokenizer, pool, iteration=iteration, evaluation=True, more=more)
 
 
 def eval_settings(
@@ -172,18 +170,15 @@ def eval_metrics(
     """
     name = f"eval/{config.name}"
     out = length_metrics(name, samples)
-    rewards = [s.reward for s in scores if s.reward is not None]
-    out[f"{name}/unscored"] = float(len(scores) - len(rewards))
+    groups = execution_rewards(samples, [score.reward for score in scores])
+    rewards = [r for group in groups for r in group if r is not None]
+    out[f"{name}/unscored"] = float(sum(map(len, groups)) - len(rewards))
     if not rewards:
         return out
     out[name] = statistics.fmean(rewards)
     out[f"{name}/exact"] = sum(r >= 1 for r in rewards) / len(rewards)
-    position = 0
-    counts: list[tuple[int, int]] = []
-    for group in split_groups(samples):
-        found = [s.reward for s in scores[position : position + len(group)] if s.reward is not None]
-        counts.append((len(found), sum(r >= config.pass_threshold for r in found)))
-        position += len(group)
+    scored = [[r for r in group if r is not None] for group in groups]
+    counts = [(len(found), sum(r >= config.pass_threshold for r in found)) for found in scored]
     k = 1
     while k <= config.n_samples_per_eval_prompt:
         passes = [pass_at_k(n, c, k) for n, c in counts if n >= k]

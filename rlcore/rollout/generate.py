@@ -5,25 +5,29 @@ Invariants:
 - A sample's seed depends on the run, the iteration that began it, the prompt and its place in the
   group alone. So do its tokens, on an engine that is deterministic, whatever else is in the batch.
 - Samples stay in their order; none is dropped. One that cannot be generated fails the whole stage.
+- Where a custom function makes several samples of one, they stand in its place and share its seed
+  and a `rollout_id`. All are whole: where one was cut off, the execution begins anew.
 - Every engine call must have used the expected policy version.
 - A sample that was cut off goes on from its tokens, with what is left of its budget; what earlier
   policies generated stays as it was. One that is finished is left alone.
 """
 
 import asyncio
+import copy
 import hashlib
-import inspect
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from rlcore.config.tree import RolloutConfig
 from rlcore.errors import DataError, EngineError, PluginError, SluiceError
-from rlcore.plugins import Kind, load_checked
+from rlcore.plugins import Kind, load_checked, takes
 from rlcore.rollout.args import PluginArgs
 from rlcore.rollout.client import GenerateRequest, GenerateResult
-from rlcore.rollout.groups import split_groups
+from rlcore.rollout.groups import identity_of, join_execution, set_identity, split_groups
 from rlcore.rollout.limits import ROW_PARAMS_KEY
 from rlcore.rollout.pool import EnginePool
+from rlcore.rollout.sample_hooks import SETTING as HOOKS
+from rlcore.rollout.sample_hooks import SampleHooks
 from rlcore.rollout.together import all_of
 from rlcore.sample import FINISHED, Sample, Status
 from rlcore.slime.compat import state as slime
@@ -98,6 +102,7 @@ class Generator:
         config: the rollout section.
         tokenizer: of the model; handed to a custom function.
         pool: the engines.
+        iteration: told to a sample hook that has a parameter `rollout_id`.
         evaluation: told to a custom function that has a parameter of this name.
         more: sampling parameters beside those of the section.
 
@@ -111,16 +116,18 @@ class Generator:
         tokenizer: Any,
         pool: EnginePool,
         *,
+        iteration: int = 0,
         evaluation: bool = False,
         more: Params | None = None,
     ) -> None:
         self.pool = pool
         self._config = config
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._room = asyncio.Semaphore(pool.total_concurrency)
         self._params = sampling_params(config) | (more or {})
         self._args = GenerateArgs(config, tokenizer, pool)
         self._evaluation = evaluation
+        self._hooks = SampleHooks(config.sample_hook_paths, iteration, evaluation=evaluation)
         self._functions: dict[tuple[str, Kind], CustomGenerate] = {}
         self._path = config.custom_generate_function_path
         if self._path is not None:
@@ -143,28 +150,44 @@ class Generator:
                 others are not; those that it was not given are done at the end.
 
         Returns:
-            The samples in their order. While the pool ends all requests some may still be pending
-            or cut off.
+            The samples in their order, or in place of one the several that its execution made.
+            While the pool ends all requests some may still be pending or cut off.
 
         Raises:
             EngineError: an engine call failed on every attempt, or used another policy.
             PluginError: the custom function failed.
         """
         self.pool.version = version
+        were_open = {k for k, sample in enumerate(samples) if sample.status in OPEN}
         for sample in samples:
             if sample.status in OPEN and sample.response_length and self._budget(sample) < 1:
                 sample.status = Status.TRUNCATED
         todo = {k: sample for k, sample in enumerate(samples) if sample.status in OPEN}
         before = [list(sample.weight_versions) for sample in todo.values()]
         if self._path is None and not any(s.generate_function_path for s in todo.values()):
-            told = ready if len(todo) == len(samples) else None
-            made = await self._plain(list(todo.values()), group, told)
+            told = ready if len(todo) == len(samples) and not self._hooks else None
+            made = [[s] for s in await self._plain(list(todo.values()), group, told)]
         else:
             made = await self._customized(list(todo.values()))
-        for sample, earlier in zip(made, before, strict=True):
-            _check_version(sample, earlier, version)
-        todo = dict(zip(todo, made, strict=True))
-        return [todo.get(k, sample) for k, sample in enumerate(samples)]
+        for execution, earlier in zip(made, before, strict=True):
+            for sample in execution:
+                _check_version(sample, earlier, version)
+        parts = dict(zip(todo, made, strict=True))
+        done = [(k, s) for k, sample in enumerate(samples) for s in parts.get(k, [sample])]
+        if not self._hooks:
+            return [sample for _, sample in done]
+        return await all_of(self._hooked(sample, k in were_open) for k, sample in done)
+
+    async def _hooked(self, sample: Sample, was_open: bool) -> Sample:
+        """A sample after the hooks, if it has become whole."""
+        if not was_open or sample.status in OPEN:
+            return sample
+        identity = identity_of(sample)
+        async with self._room:
+            made = await self._hooks(self._args, sample)
+        set_identity(made, identity)
+        check_made(made, HOOKS, self.pool.limits.vocab_size)
+        return made
 
     def _budget(self, sample: Sample) -> int:
         """Tokens that a sample may still get; may be negative."""
@@ -207,19 +230,19 @@ class Generator:
         apply_result(sample, result)
         if goes_on:
             # A character may lie on both sides of the cut.
-            sample.response = self._tokenizer.decode(
+            sample.response = self.tokenizer.decode(
                 sample.response_tokens, skip_special_tokens=self._config.skip_special_tokens
             )
 
-    async def _customized(self, samples: Sequence[Sample]) -> list[Sample]:
-        """Each sample by its own function, by the run's, or by a plain request."""
+    async def _customized(self, samples: Sequence[Sample]) -> list[list[Sample]]:
+        """What each sample's own function, the run's, or a plain request makes of it."""
 
-        async def one(part: list[Sample]) -> list[Sample]:
+        async def one(part: list[Sample]) -> list[list[Sample]]:
             async with self._room:
                 if self.pool.aborting:
-                    return part
+                    return [[sample] for sample in part]
                 if part[0].generate_function_path is None and self._path is None:
-                    return await self._plain(part, 1, None)
+                    return [await self._plain(part, 1, None)]
                 return await self._call(part)
 
         parts = [[sample] for sample in samples]
@@ -232,16 +255,16 @@ class Generator:
                 )
             parts = split_groups(samples)
         made = await all_of(one(part) for part in parts)
-        return [sample for part in made for sample in part]
+        return [execution for part in made for execution in part]
 
-    async def _call(self, part: list[Sample]) -> list[Sample]:
-        """A custom function on one sample, or on a group."""
+    async def _call(self, part: list[Sample]) -> list[list[Sample]]:
+        """What a custom function makes of one sample, or of each of a group."""
         own, as_group = part[0].generate_function_path, self._config.group_generate
         path = own or self._path
         assert path is not None
         what = f"{SETTING if own is None else 'generate_function_path of the sample'} = {path!r}"
         function = self._function(path, "group_generate" if as_group else "generate")
-        places = [(s.group_index, s.index, s.prompt_id, s.seed) for s in part]
+        before = copy.deepcopy(part)
         extra = {"evaluation": self._evaluation} if takes(function, "evaluation") else {}
         params = [self._own_params(sample) for sample in part]
         try:
@@ -260,27 +283,33 @@ class Generator:
         if not isinstance(made, list) or len(made) != len(part):
             count = f"{len(made)} samples" if isinstance(made, list) else f"a {type(made).__name__}"
             raise PluginError(f"{what} returned {count} for a group of {len(part)}")
-        for sample, place in zip(made, places, strict=True):
-            if isinstance(sample, list):
-                raise PluginError(
-                    f"{what} returned a list of {len(sample)} samples for one: there is no fan-out;"
-                    " return one sample, with loss_mask 0 on what is not trained on"
-                )
+        pairs = zip(made, before, strict=True)
+        return [self._execution(one, origin, what) for one, origin in pairs]
+
+    def _execution(self, made: Any, origin: Sample, what: str) -> list[Sample]:
+        """The samples that a custom function made of one, which was `origin` before the call."""
+        several = list(made) if isinstance(made, list) else [made]
+        for sample in several:
             if not isinstance(sample, Sample):
                 raise PluginError(f"{what} returned a {type(sample).__name__}, not a Sample")
-            sample.group_index, sample.index, sample.prompt_id, sample.seed = place
+        if not several or len({id(sample) for sample in several}) < len(several):
+            raise PluginError(
+                f"{what} returned {'one sample twice' if several else 'no sample'} for sample "
+                f"{origin.index}; return one or more, each an object of its own"
+            )
+        join_execution(several, identity_of(origin))
+        for sample in several:
             check_made(sample, what, self.pool.limits.vocab_size)
-        return made
+        if len(several) > 1 and any(sample.status in OPEN for sample in several):
+            # It cannot go on from several ends.
+            origin.status = Status.ABORTED
+            return [origin]
+        return several
 
     def _function(self, path: str, kind: Kind) -> CustomGenerate:
         if (path, kind) not in self._functions:
             self._functions[path, kind] = load_checked(path, SETTING, kind)
         return self._functions[path, kind]
-
-
-def takes(function: Callable[..., Any], name: str) -> bool:
-    """Whether a custom function has a parameter of that name."""
-    return name in inspect.signature(function).parameters
 
 
 def apply_result(sample: Sample, result: GenerateResult) -> None:

@@ -15,13 +15,14 @@ from typing import Any
 
 from rlcore.config.tree import RolloutConfig
 from rlcore.errors import PluginError, SluiceError
-from rlcore.plugins import Kind, is_async, load_checked
+from rlcore.plugins import Kind, is_async, load_checked, takes
 from rlcore.rollout.args import PluginArgs
 from rlcore.rollout.buffer import Group
 from rlcore.rollout.collect import Collected, Judged
 from rlcore.rollout.evaluate import set_score
 from rlcore.rollout.filters import Verdict
-from rlcore.rollout.generate import GenerateArgs, Generator, check_made, takes
+from rlcore.rollout.generate import OPEN, GenerateArgs, Generator, check_made
+from rlcore.rollout.groups import Identity, identity_of, join_execution, split_executions
 from rlcore.rollout.supply import Picked, Supply
 from rlcore.sample import Sample
 
@@ -63,6 +64,8 @@ class DataSource:
         self._what = what
         self.given: dict[int | None, Group] = {}
         """Groups that were taken and not given back, by their `group_index`."""
+        self._origins: dict[int | None, list[Identity]] = {}
+        """Which sample each execution of a group was when it was taken."""
         self.back: list[Group] = []
         self.is_open = True
 
@@ -74,7 +77,10 @@ class DataSource:
         if not self.is_open:
             raise PluginError(f"{self._what} asks for samples, but the batch is complete")
         groups = self._supply.take(num_samples)
-        self.given |= {group.samples[0].group_index: group for group in groups}
+        for group in groups:
+            index = group.samples[0].group_index
+            self.given[index] = group
+            self._origins[index] = [identity_of(e[0]) for e in split_executions(group.samples)]
         return [group.samples for group in groups]
 
     def add_samples(self, samples: list[Samples]) -> None:
@@ -82,12 +88,16 @@ class DataSource:
         for group in samples:
             self.back.append(self.known(group))
 
-    def known(self, samples: Samples) -> Group:
+    def known(self, parts: Sequence[Sample | Samples]) -> Group:
         """The group that these samples are of, taken out of those `given`.
 
+        Args:
+            parts: of one group; those that were cut from one may be a list of their own.
+
         Raises:
-            PluginError: there is none.
+            PluginError: there is none, or it lacks some.
         """
+        samples = [s for one in parts for s in (one if isinstance(one, list) else [one])]
         index = samples[0].group_index if samples else None
         group = self.given.pop(index, None)
         if group is None:
@@ -95,14 +105,19 @@ class DataSource:
                 f"{self._what} gives a group with group_index {index}, which it was not given, or "
                 "gave before; return the samples of data_source.get_samples"
             )
-        if len(samples) != len(group.samples):
+        made, origins = split_executions(samples), self._origins[index]
+        if len(made) != len(origins):
             raise PluginError(
-                f"{self._what} gives {len(samples)} samples of group {index}, which has "
-                f"{len(group.samples)}"
+                f"{self._what} gives {len(made)} samples of group {index}, which has "
+                f"{len(origins)}; those alone that were cut from one share a rollout_id"
             )
-        for sample, was in zip(samples, group.samples, strict=True):
-            sample.group_index, sample.index = was.group_index, was.index
-            sample.prompt_id, sample.seed = was.prompt_id, was.seed
+        for execution, origin in zip(made, origins, strict=True):
+            join_execution(execution, origin)
+            if len(execution) > 1 and any(sample.status in OPEN for sample in execution):
+                raise PluginError(
+                    f"{self._what} gives several samples of one execution, one of which is not "
+                    "whole; give the sample that they were made of, as it was"
+                )
         return Group(group.place, samples)
 
 

@@ -18,7 +18,7 @@ from rlcore.data import Dataset
 from rlcore.rollout.buffer import Group, in_order, leave, number
 from rlcore.rollout.collect import Collected, Filtering, Judge, collect
 from rlcore.rollout.generate import Generator, Ready
-from rlcore.rollout.groups import split_groups
+from rlcore.rollout.groups import response_lengths, split_groups
 from rlcore.rollout.hooks import Hooks, RolloutArgs
 from rlcore.rollout.metrics import rollout_metrics
 from rlcore.rollout.own_source import OwnSource, OwnSupply
@@ -120,9 +120,11 @@ async def rollout(
         await hooks.look(found, supply)
 
     made = [
-        max(0, sample.response_length - before)
+        max(0, now - before)
         for group in in_order([*found.taken, *found.rest, *found.dropped])
-        for sample, before in zip(group.samples, supply.before[group.place], strict=True)
+        for now, before in zip(
+            response_lengths(group.samples), supply.before[group.place], strict=True
+        )
     ]
     found.taken, found.dropped = in_order(found.taken), in_order(found.dropped)
     samples = number(found.taken)

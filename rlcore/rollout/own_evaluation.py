@@ -14,10 +14,10 @@ from typing import Any
 
 from rlcore.config.tree import EvalDataset, RolloutConfig
 from rlcore.errors import EngineError, PluginError, SluiceError
-from rlcore.plugins import is_async, load_checked
+from rlcore.plugins import is_async, load_checked, takes
 from rlcore.rollout.evaluate import EvalSet, eval_generator, eval_samples
-from rlcore.rollout.generate import Generator, takes
-from rlcore.rollout.groups import split_groups
+from rlcore.rollout.generate import Generator
+from rlcore.rollout.groups import split_executions, split_groups
 from rlcore.rollout.hooks import RolloutArgs
 from rlcore.rollout.pool import EnginePool
 from rlcore.sample import Sample, Status
@@ -32,6 +32,7 @@ class Serving:
 
     Attributes:
         version: policy version that the engines must report; None: any.
+        iteration: told to functions of one's own.
     """
 
     sets: Sequence[EvalSet]
@@ -40,6 +41,7 @@ class Serving:
     pool: EnginePool
     run_seed: int
     version: str | None
+    iteration: int
 
 
 class EvalSource:
@@ -65,7 +67,9 @@ class EvalSource:
     async def generate(self, name: str, samples: Samples) -> Samples:
         """Responses to samples of a data set, with its own settings."""
         serving, one = self._serving, self._set(name)
-        generator = eval_generator(one, serving.rollout, serving.tokenizer, serving.pool)
+        generator = eval_generator(
+            one, serving.rollout, serving.tokenizer, serving.pool, serving.iteration
+        )
         size = one.config.n_samples_per_eval_prompt
         return await generator.run(samples, size, serving.version)
 
@@ -98,17 +102,23 @@ class OwnEvaluation:
         self._function: Callable[..., Any] = load_checked(path, SETTING, "rollout")
         self._what = f"{SETTING} = {path!r}"
 
-    async def make(self, iteration: int, serving: Serving) -> MadeEvaluation:
+    async def make(self, serving: Serving) -> MadeEvaluation:
         """Have the function generate.
 
         Raises:
             PluginError: it failed, or gave something else than samples by name.
             EngineError: a response came from another policy.
         """
-        generator = Generator(serving.rollout, serving.tokenizer, serving.pool, evaluation=True)
+        generator = Generator(
+            serving.rollout,
+            serving.tokenizer,
+            serving.pool,
+            iteration=serving.iteration,
+            evaluation=True,
+        )
         args = RolloutArgs(serving.rollout, serving.tokenizer, generator, serving.version)
         more = {"evaluation": True} if takes(self._function, "evaluation") else {}
-        given = (args, iteration, EvalSource(serving))
+        given = (args, serving.iteration, EvalSource(serving))
         try:
             if is_async(self._function):
                 answer = await self._function(*given, **more)
@@ -151,7 +161,7 @@ class OwnEvaluation:
         _number(samples, name)
         for sample in samples:
             self._check(sample, what, serving)
-        size = max(len(group) for group in split_groups(samples))
+        size = max(len(split_executions(group)) for group in split_groups(samples))
         try:
             own = known.get(name) or EvalDataset(
                 name=name, path="-", n_samples_per_eval_prompt=size
@@ -192,8 +202,11 @@ def _number(samples: Samples, name: str) -> None:
     """Number samples in their order; those side by side of one prompt are a group."""
     group, before = -1, None
     for k, sample in enumerate(samples):
-        prompt = sample.group_index, sample.prompt_id, str(sample.prompt)
+        sample.index = k
+    for execution in split_executions(samples):
+        prompt = execution[0].group_index, execution[0].prompt_id, str(execution[0].prompt)
         group += prompt != before
         before = prompt
-        sample.index, sample.group_index = k, group
-        sample.prompt_id = sample.prompt_id or f"{name}-{group}"
+        for sample in execution:
+            sample.group_index = group
+            sample.prompt_id = sample.prompt_id or f"{name}-{group}"

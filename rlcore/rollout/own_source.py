@@ -132,6 +132,7 @@ class OwnSource:
         for sample in group:
             if sample.status != Status.PENDING or sample.response_length:
                 raise PluginError(f"{self._what} gave a sample that is not pending")
+            sample.rollout_id = None
             if not sample.tokens:
                 if not isinstance(sample.prompt, str) or not sample.prompt:
                     raise PluginError(
@@ -177,13 +178,18 @@ class OwnSupply(Supply):
             )
         self._source = source
         self._untouched: dict[Place, Samples] = {
-            group.place: [_begun_anew(sample) for sample in group.samples]
-            for group in request.buffer
+            group.place: _begun_anew(group.samples, tokenizer) for group in request.buffer
         }
 
     def anew(self, place: Place) -> Samples:
         """Samples of the prompt that was handed out at a place, nothing generated."""
         fresh, n = self._untouched[place], self._config.n_samples_per_prompt
+        if not fresh[0].tokens:
+            raise DataError(
+                f"all samples of prompt {fresh[0].prompt_id} were cut from several executions, and "
+                "its messages cannot be made to ids again: it cannot be begun anew; have the "
+                f"class of {SETTING} give texts"
+            )
         return [deepcopy(one) for one in (fresh if len(fresh) == n else fresh[:1] * n)]
 
     @property
@@ -199,9 +205,21 @@ class OwnSupply(Supply):
         return groups
 
 
-def _begun_anew(sample: Sample) -> Sample:
-    """A sample of the same prompt, nothing generated."""
-    prompt = sample.tokens[: len(sample.tokens) - sample.response_length]
+def _begun_anew(samples: Samples, tokenizer: Any) -> Samples:
+    """Samples of the same prompt, nothing generated; at least one.
+
+    What an execution of several has before its responses need not be the prompt's ids: where there
+    is nothing else, the text gives them again, and messages give none.
+    """
+    alone = [_untouched(s, s.tokens[: s.prompt_length]) for s in samples if s.rollout_id is None]
+    if alone:
+        return alone
+    text = samples[0].prompt
+    ids = tokenizer.encode(text, add_special_tokens=False) if isinstance(text, str) else []
+    return [_untouched(samples[0], ids)]
+
+
+def _untouched(sample: Sample, prompt: list[int]) -> Sample:
     return Sample(
         prompt_id=sample.prompt_id,
         prompt=deepcopy(sample.prompt),

@@ -10,6 +10,7 @@ from typing import Any
 from rlcore.config.tree import FilterConfig
 from rlcore.rollout.evaluate import scored_status, set_score
 from rlcore.rollout.filters import GroupRule, Scored, Selection, Verdict, make_rule, select
+from rlcore.rollout.groups import execution_rewards
 from rlcore.rollout.rewards.protocol import Score
 from rlcore.sample import Sample
 from rlcore.store.manifest import FileRef
@@ -77,11 +78,8 @@ def scored_of(rows: Rows) -> list[Scored]:
 
 
 def by_group(samples: list[Sample], scores: list[Score]) -> list[list[float | None]]:
-    """The rewards of each group."""
-    groups: dict[int | None, list[float | None]] = {}
-    for sample, score in zip(samples, scores, strict=True):
-        groups.setdefault(sample.group_index, []).append(score.reward)
-    return list(groups.values())
+    """The rewards of each group's executions."""
+    return execution_rewards(samples, [score.reward for score in scores])
 
 
 def filter_rule(config: FilterConfig, reward_key: str | None, n_samples: int) -> GroupRule:

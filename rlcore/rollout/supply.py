@@ -13,6 +13,7 @@ from rlcore.config.tree import RolloutConfig
 from rlcore.data import Cursor, Dataset, Place, Prompt, places, span
 from rlcore.rollout.buffer import Group, go_on, line_up, number
 from rlcore.rollout.generate import sample_seed
+from rlcore.rollout.groups import response_lengths, split_executions
 from rlcore.rollout.staleness import is_too_old
 from rlcore.sample import Sample, Status
 
@@ -65,7 +66,7 @@ class Supply:
         waiting: groups of the buffer that were not handed out.
         gone: groups of the buffer that `pick` gave up.
         groups: all that were, in that order.
-        before: response tokens that each had then, by its place.
+        before: response tokens that each execution had then, by its place.
         from_buffer: how many came from the buffer.
         too_old: how many of those were begun anew, being older than `max_staleness`.
     """
@@ -161,7 +162,7 @@ class Supply:
         set_seeds(groups, request.run_seed, f"rollout-{request.iteration}", self._seen)
         number(groups, (len(self.groups), sum(len(group.samples) for group in self.groups)))
         for group in groups:
-            self.before[group.place] = [sample.response_length for sample in group.samples]
+            self.before[group.place] = response_lengths(group.samples)
         self.groups += groups
         self.from_buffer += len(old)
         return groups
@@ -199,13 +200,14 @@ def set_seeds(
     Args:
         groups: in order.
         run_seed, scope: as of `sample_seed`.
-        seen: how many samples of each prompt the batch has already; is added to.
+        seen: how many executions of each prompt the batch has already; is added to.
     """
     seen = {} if seen is None else seen
     for group in groups:
         prompt_id = group.samples[0].prompt_id
         first = seen.get(prompt_id, 0)
-        seen[prompt_id] = first + len(group.samples)
-        for k, sample in enumerate(group.samples, first):
+        executions = split_executions(group.samples)
+        seen[prompt_id] = first + len(executions)
+        for k, (sample, *_) in enumerate(executions, first):
             if sample.status == Status.PENDING:
                 sample.seed = sample_seed(run_seed, scope, prompt_id, k)

@@ -4,8 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Takes = Literal["flag", "switch", "int", "float", "str", "json", "ints", "strs"]
-"""A `flag` takes no value; a `switch` neither, and has a `--no-` form; a list one or more."""
+Takes = Literal["flag", "switch", "int", "float", "str", "json", "ints", "strs", "again"]
+"""A `flag` takes no value; a `switch` neither, and has a `--no-` form; a list one or more. What may
+come `again` takes one each time."""
 
 
 def same(value: Any) -> Any:

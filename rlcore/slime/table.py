@@ -237,13 +237,14 @@ ROLLOUT = (
     flag("partial-rollout", Setting("rollout.partial_rollout")),
     flag("mask-offpolicy-in-partial-rollout", Setting("rollout.mask_offpolicy_in_partial_rollout")),
     Argument(
-        "custom-generate-function-path", "str", Setting("rollout.custom_generate_function_path")
-    ),
-    Argument(
-        "rollout-sample-hook-path",
+        "custom-generate-function-path",
         "str",
-        Refused("call it at the end of the function of rollout.custom_generate_function_path"),
+        Joined(
+            "rollout.custom_generate_function_path",
+            "slime's own `generate_streaming` is left out: what is cut off keeps its tokens anyway",
+        ),
     ),
+    Argument("rollout-sample-hook-path", "again", Setting("rollout.sample_hook_paths")),
     Argument(
         "custom-rollout-log-function-path",
         "str",

@@ -29,6 +29,7 @@ BUILT_IN_ROLLOUT = "slime.rollout.sglang_rollout.generate_rollout"
 SFT_ROLLOUT = "slime.rollout.sft_rollout.generate_rollout"
 BUILT_IN_SOURCE = "slime.rollout.data_source.RolloutDataSourceWithBuffer"
 ICEPOP = "slime.backends.megatron_utils.loss.icepop_function"
+STREAMING = "slime.rollout.sglang_streaming_rollout.generate_streaming"
 FULLY_ASYNC = "slime.rollout.fully_async_rollout."
 ASYNC_SCRIPT = "train_async.py"
 SCRIPTS = ("train.py", ASYNC_SCRIPT)
@@ -47,6 +48,7 @@ PLUGINS = (
     "rollout-all-samples-process-path",
     "rollout-function-path",
     "rollout-sample-filter-path",
+    "rollout-sample-hook-path",
 )
 """Arguments that name functions, which are written for slime unless they are built in."""
 READ: dict[str, Callable[[str], Any]] = {
@@ -56,6 +58,7 @@ READ: dict[str, Callable[[str], Any]] = {
     "json": json.loads,
     "ints": int,
     "strs": str,
+    "again": str,
 }
 Tree = dict[str, Any]
 
@@ -89,6 +92,8 @@ def translate(tokens: Sequence[str]) -> Translation:
     if tokens and tokens[0].rpartition("/")[2] in SCRIPTS:
         given[tokens[0].rpartition("/")[2]], tokens = True, tokens[1:]
     for argument, value, text in read(tokens, wrong):
+        if argument.takes == "again":
+            value = [*given.get(argument.name, ()), value]
         given[argument.name] = value
         rule = argument.rule
         if isinstance(rule, Refused):
@@ -327,6 +332,12 @@ def _functions(given: dict[str, Any], done: Translation) -> None:
     path = given.get("rollout-function-path", BUILT_IN_ROLLOUT)
     if path not in (BUILT_IN_ROLLOUT, SFT_ROLLOUT):
         _set(done, "rollout.custom_rollout_function_path", path)
+    generate = given.get("custom-generate-function-path")
+    if generate == STREAMING:
+        why = "a request that is cut off is answered with what it had, without streaming"
+        done.notes.append((f"--custom-generate-function-path {STREAMING}", why))
+    elif generate is not None:
+        _set(done, "rollout.custom_generate_function_path", generate)
     if "custom-rm-path" in given:
         _set(done, "reward.custom_rm_path", given["custom-rm-path"])
         if "rm-type" in given:
@@ -338,8 +349,10 @@ def _functions(given: dict[str, Any], done: Translation) -> None:
     source = given.get("data-source-path", BUILT_IN_SOURCE)
     if source != BUILT_IN_SOURCE:
         _set(done, "rollout.data_source_path", source)
-    built_in = {BUILT_IN_ROLLOUT, SFT_ROLLOUT, BUILT_IN_SOURCE, ICEPOP, *BUILT_IN_FILTERS}
-    if any(given[name] not in built_in for name in PLUGINS if name in given):
+    built_in = {BUILT_IN_ROLLOUT, SFT_ROLLOUT, BUILT_IN_SOURCE, ICEPOP, STREAMING}
+    built_in |= BUILT_IN_FILTERS.keys()
+    named = [given[name] for name in PLUGINS if name in given]
+    if any(isinstance(one, list) or one not in built_in for one in named):
         _set(done, "compat.slime", True)
 
 

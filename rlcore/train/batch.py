@@ -9,7 +9,8 @@ group's statistics; failed ones do not. What is left, in rollout order, is cut i
 `num_steps_per_rollout` parts whose sizes differ by at most one, and each step is normalised by what
 is in it: with a full batch a step holds exactly `global_batch_size` samples, with a filtered one
 proportionally fewer. Where fewer samples than steps are left each is a step of its own; where none
-is left there is no step, and the state stays as it is.
+is left there is no step, and the state stays as it is. Several samples that were cut from one
+execution count as one in all of this, and go into the same step.
 
 Invariants:
 - All ranks agree on steps, micro-batch counts, totals and metrics; every trained sample is on one
@@ -20,6 +21,7 @@ Invariants:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -33,6 +35,7 @@ from rlcore.algorithms.packing import LogProbs, TrainSequence
 from rlcore.algorithms.plan import Step, plan
 from rlcore.config.tree import AlgorithmConfig, TrainConfig
 from rlcore.errors import DataError
+from rlcore.rollout.groups import execution_of
 from rlcore.sample import Status
 from rlcore.store.batch import read_parts
 from rlcore.store.manifest import FileRef
@@ -43,6 +46,7 @@ from rlcore.train.trainer import BatchFiles, TrainBatch, TrainStep
 
 SAMPLE_COLUMNS = (
     "group_index",
+    "rollout_id",
     "status",
     "remove_sample",
     "response_length",
@@ -110,7 +114,11 @@ def load_batch(
     ]
     advantages = sample_advantages(
         AdvantageInputs(
-            rewards, samples.groups, algorithm.group_std, baseline=algorithm.group_baseline
+            rewards,
+            samples.groups,
+            algorithm.group_std,
+            baseline=algorithm.group_baseline,
+            executions=samples.executions,
         )
     )
     keep = np.asarray(selection["keep"].to_pylist(), dtype=bool)
@@ -174,23 +182,31 @@ def _share(
 ) -> TrainBatch:
     """One rank's part of the plan over the trained rows."""
     lengths = samples.lengths[rows].tolist()
+    executions = [samples.executions[row] for row in rows]
+    tokens = Counter[int]()
+    for row, execution in zip(rows, executions, strict=True):
+        tokens[execution] += int(samples.trainable_tokens[row])
     steps_of_all: tuple[Step, ...] = ()
     if rows:
         whole = plan(
             lengths,
             max_tokens=train.max_tokens_per_gpu,
             dp_size=world,
-            num_steps=min(train.num_steps_per_rollout, len(rows)),
+            num_steps=min(train.num_steps_per_rollout, len(tokens)),
+            executions=executions,
         )
         steps_of_all = whole.steps
     given = tuple(name for name in LOG_PROBS if samples.log_probs[name].present[rows].all())
     steps = tuple(
         TrainStep(
             micro_batches=tuple(
-                tuple(samples.sequence(rows[i], advantages[rows[i]], given) for i in micro.samples)
+                tuple(
+                    samples.sequence(rows[i], advantages[rows[i]], given, tokens[executions[i]])
+                    for i in micro.samples
+                )
                 for micro in step.ranks[rank]
             ),
-            totals=Totals.of(samples.trainable_tokens[[rows[i] for i in step.samples]].tolist()),
+            totals=Totals.of(tokens[e] for e in {executions[i]: None for i in step.samples}),
         )
         for step in steps_of_all
     )
@@ -233,6 +249,7 @@ class _Samples:
     def __init__(self, table: pa.Table) -> None:
         self.count = table.num_rows
         self.groups = table["group_index"].to_pylist()
+        self.executions = execution_of(self.groups, table["rollout_id"].to_pylist())
         self.status = table["status"].to_pylist()
         self.removed = np.asarray(table["remove_sample"].to_pylist(), dtype=bool)
         self.response_lengths = table["response_length"].to_numpy().astype(np.int64)
@@ -244,12 +261,15 @@ class _Samples:
         masked = ones[self.masks.offsets[1:]] - ones[self.masks.offsets[:-1]]
         self.trainable_tokens = np.where(self.masks.present, masked, self.response_lengths)
 
-    def sequence(self, row: int, advantage: float, given: Sequence[LogProbs]) -> TrainSequence:
+    def sequence(
+        self, row: int, advantage: float, given: Sequence[LogProbs], execution_tokens: int
+    ) -> TrainSequence:
         """A row as the trainer takes it, with the log-probs that all rows are given."""
         return TrainSequence(
             tokens=self.tokens.row(row),  # type: ignore[arg-type]
             response_length=int(self.response_lengths[row]),
             loss_mask=self.masks.row(row),  # type: ignore[arg-type]
             advantages=advantage,
+            execution_tokens=execution_tokens,
             **{name: self.log_probs[name].row(row) for name in given},  # type: ignore[arg-type]
         )

@@ -32,6 +32,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("def f(args, sample, **kwargs): ...", "reward"),
         ("async def f(args, sample, sampling_params, evaluation=False): ...", "generate"),
         ("def f(folder, seed): ...", "build"),
+        ("def f(args, sample, *, rollout_id, evaluation): ...", "sample_hook"),
+        ("async def f(args, sample, evaluation=False): ...", "sample_hook"),
     ],
 )
 def test_parameters_tell_what_a_function_is_for(tmp_path: Path, head: str, kind: str) -> None:
@@ -130,6 +132,20 @@ def test_a_generate_function_of_a_group(tmp_path: Path, model: Path) -> None:
         "    return samples\n"
     )
     assert tried(tmp_path, whole, "group_generate", model=model) == {}
+
+
+def test_a_sample_hook(tmp_path: Path, model: Path) -> None:
+    good = (
+        "async def f(args, sample, *, rollout_id, evaluation):\n"
+        "    sample.loss_mask = [0] * sample.response_length\n"
+    )
+    assert tried(tmp_path, good, "sample_hook", model=model) == {}
+    text = "def f(args, sample): return sample.response"
+    assert "returned a str" in tried(tmp_path, text, "sample_hook", model=model)["two samples"]
+    dice = "def f(args, sample): sample.reward = random.random()"
+    assert set(tried(tmp_path, dice, "sample_hook", model=model)) == {"the same again"}
+    with pytest.raises(PluginError, match="it is called as"):
+        tried(tmp_path, "def f(args, sample, *, told): ...", "sample_hook", model=model)
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -42,6 +42,7 @@ NAMES: dict[str, dict[str, str]] = {
         "generate_and_rm": GIVEN,
         "generate_and_rm_group": GIVEN,
     },
+    "slime.rollout.sglang_streaming_rollout": {"generate_streaming": GIVEN},
     "slime.rollout.filter_hub": {},
     "slime.rollout.filter_hub.base_types": {"DynamicFilterOutput": GIVEN},
     "slime.rollout.filter_hub.dynamic_sampling_filters": {

@@ -15,6 +15,7 @@ from rlcore.plugins import load_function as load
 from rlcore.rollout.client import GenerateRequest, GenerateResult
 from rlcore.rollout.filters.rules import nonzero_std
 from rlcore.rollout.generate import OPEN, apply_result, sampling_params
+from rlcore.rollout.groups import identity_of, join_execution
 from rlcore.rollout.rewards.dispatch import Dispatch
 from rlcore.sample import Sample, Status
 from rlcore.slime.compat import state
@@ -171,10 +172,19 @@ async def generate(args: Any, sample: Sample, sampling_params: Params) -> Sample
     return sample
 
 
+generate_streaming = generate
+"""slime streams so that a request that is cut off keeps its tokens; here it does without."""
+
+
 async def generate_and_rm(
     args: Any, sample: Sample, sampling_params: Params, evaluation: bool = False
-) -> Sample:
-    """A response and its reward; one that is cut off has none."""
+) -> Sample | Samples:
+    """A response and its reward; one that is cut off has none.
+
+    A function that makes several samples of one gives them all, rewarded if all are whole.
+    """
+    made: Sample | Samples = sample
+    origin = identity_of(sample)
     if sample.status in OPEN:
         path = sample.generate_function_path or args.custom_generate_function_path
         function = load_function(path) if path else generate
@@ -184,22 +194,30 @@ async def generate_and_rm(
         more = {}
         if "evaluation" in inspect.signature(function).parameters:
             more["evaluation"] = evaluation
-        sample = await function(args, sample, own, **more)
-    whole = sample.status in (Status.COMPLETED, Status.TRUNCATED)
-    if sample.reward is None and whole and not args.group_rm:
-        sample.reward = await async_rm(args, sample)
-    return sample
+        made = await function(args, sample, own, **more)
+    samples = made if isinstance(made, list) else [made]
+    join_execution(samples, origin)
+    if not args.group_rm:
+        await _reward(args, samples, [s for s in samples if s.reward is None])
+    return made
+
+
+async def _reward(args: Any, samples: Samples, bare: Samples) -> None:
+    """Rewards for `bare` ones of some samples, if all are whole."""
+    if bare and all(s.status in (Status.COMPLETED, Status.TRUNCATED) for s in samples):
+        for sample, reward in zip(bare, await batched_async_rm(args, bare), strict=True):
+            sample.reward = reward
 
 
 async def generate_and_rm_group(
     args: Any, group: Samples, sampling_params: Params, evaluation: bool = False
 ) -> Samples:
     """Responses and rewards of a group."""
-    made = [generate_and_rm(args, one, sampling_params, evaluation) for one in group]
-    done: Samples = list(await asyncio.gather(*made))
-    if args.group_rm and all(s.status in (Status.COMPLETED, Status.TRUNCATED) for s in done):
-        for sample, reward in zip(done, await batched_async_rm(args, done), strict=True):
-            sample.reward = reward
+    calls = [generate_and_rm(args, one, sampling_params, evaluation) for one in group]
+    made = await asyncio.gather(*calls)
+    done = [s for one in made for s in (one if isinstance(one, list) else [one])]
+    if args.group_rm:
+        await _reward(args, done, done)
     return done
 
 

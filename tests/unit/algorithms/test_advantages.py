@@ -103,3 +103,36 @@ def test_without_a_baseline_the_reward_is_the_advantage():
 def test_a_group_id_for_each_reward():
     with pytest.raises(DataError, match="2 rewards but 1 group ids"):
         sample_advantages(AdvantageInputs([1.0, 2.0], [0]))
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3), REWARDS, st.integers(1, 4)), min_size=1, max_size=20),
+    st.booleans(),
+)
+def test_an_execution_weighs_the_same_however_many_samples_were_cut_from_it(batch, std):
+    groups, rewards, sizes = zip(*batch, strict=True)
+    alone = sample_advantages(AdvantageInputs(rewards, groups, std))
+    each = [k for k, size in enumerate(sizes) for _ in range(size)]
+    out = sample_advantages(
+        AdvantageInputs([rewards[k] for k in each], [groups[k] for k in each], std, executions=each)
+    )
+    wanted = [alone.advantages[k] for k in each]
+    np.testing.assert_allclose(out.advantages, wanted, rtol=1e-9, atol=1e-9)
+    assert out.num_equal_groups == alone.num_equal_groups
+    by_itself = range(len(rewards))
+    same = sample_advantages(AdvantageInputs(rewards, groups, std, executions=by_itself))
+    assert same == alone
+
+
+def test_a_sample_s_own_reward_is_compared_with_those_of_executions():
+    rewards, executions = [1.0, 0.0, 3.0, None], ["a", "a", "b", "b"]
+    out = sample_advantages(AdvantageInputs(rewards, [0] * 4, False, executions=executions))
+    # Executions have 0.5 and 3: the mean is 1.75.
+    assert out.advantages == (-0.75, -1.75, 1.25, 0.0)
+    squares = (0.75**2 + 1.75**2) / 2 + 1.25**2
+    scaled = sample_advantages(AdvantageInputs(rewards, [0] * 4, executions=executions))
+    assert scaled.advantages[2] == pytest.approx(1.25 / (squares**0.5 + 1e-6), rel=1e-12)
+    one = sample_advantages(AdvantageInputs([1.0, 0.0], [0, 0], executions=["a", "a"]))
+    assert (one.advantages, one.num_equal_groups) == ((0.0, 0.0), 1)
+    with pytest.raises(DataError, match="2 rewards but 1 execution ids"):
+        sample_advantages(AdvantageInputs([1.0, 2.0], [0, 0], executions=[0]))

@@ -200,3 +200,15 @@ def test_lengths_that_do_not_fit_are_named():
         bad = bad if bad.old_log_probs is not None else replace(bad, old_log_probs=[-1.0, -1.0])
         with pytest.raises(DataError, match=message):
             pack([fine, bad], Totals(4, 2), "token_mean", log_probs=["old_log_probs"])
+
+
+def test_the_tokens_of_an_execution_share_one_sequence_s_weight():
+    parts = [TrainSequence([1, 2, 3], 2, execution_tokens=5), TrainSequence([4] * 6, 3)]
+    parts[1] = replace(parts[1], execution_tokens=5)
+    other = TrainSequence([9, 9], 1)
+    totals = Totals.of([5, 1])
+    weights = pack([*parts, other], totals, "sequence_mean").loss_weights
+    assert weights.double().sum().item() == pytest.approx(1.0, abs=1e-6)
+    assert set(weights[weights > 0].tolist()) == {np.float32(0.1).item(), 0.5}
+    even = pack([*parts, other], totals, "token_mean").loss_weights
+    assert set(even[even > 0].tolist()) == {np.float32(1 / 6).item()}

@@ -25,6 +25,19 @@ def arguments(draw):
     }
 
 
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=12), st.integers(1, 4), st.integers(1, 3))
+def test_an_execution_is_in_one_step_and_steps_count_executions(sizes, steps, ranks):
+    of = [100 + k for k, size in enumerate(sizes) for _ in range(size)]
+    steps = min(steps, len(sizes))
+    out = plan([7] * len(of), max_tokens=20, dp_size=ranks, num_steps=steps, executions=of)
+    parts = [[of[i] for i in step.samples] for step in out.steps]
+    assert [e for part in parts for e in part] == of
+    counts = [len(set(part)) for part in parts]
+    assert sum(counts) == len(sizes) and max(counts) - min(counts) <= 1
+    with pytest.raises(DataError, match="samples are left to train"):
+        plan([7] * len(of), max_tokens=20, dp_size=1, num_steps=len(sizes) + 1, executions=of)
+
+
 def micro_batches(step):
     return [m for rank in step.ranks for m in rank]
 

@@ -54,6 +54,7 @@ def test_each_kind_of_path_is_resolved_or_left_alone(tmp_path: Path) -> None:
         dynamic_sampling_filter_path = "filter.py:keep"
         [rollout]
         custom_generate_function_path = "package.module.generate"
+        sample_hook_paths = ["hooks.py:one", "package.module:two"]
         [storage]
         root = "s3://bucket/root"
         [[eval.datasets]]
@@ -68,6 +69,7 @@ def test_each_kind_of_path_is_resolved_or_left_alone(tmp_path: Path) -> None:
     assert config.reward.custom_rm_path == "package.module:score"
     assert config.filter.dynamic_sampling_filter_path == f"{tmp_path}/filter.py:keep"
     assert config.rollout.custom_generate_function_path == "package.module.generate"
+    assert config.rollout.sample_hook_paths == [f"{tmp_path}/hooks.py:one", "package.module:two"]
     assert config.storage.root == "s3://bucket/root"
     assert config.eval.datasets[0].path == f"{tmp_path}/eval.jsonl"
 

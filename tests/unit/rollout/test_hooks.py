@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fastapi import Request
+from transformers import AutoTokenizer
 
 from rlcore.cluster.rollout_actor import RolloutActor, RolloutPlan, StageReport
 from rlcore.config.tree import (
@@ -18,7 +20,10 @@ from rlcore.config.tree import (
     RolloutConfig,
 )
 from rlcore.errors import DataError, PluginError
+from rlcore.rollout.generate import Generator
 from rlcore.rollout.groups import split_groups
+from rlcore.rollout.limits import Limits
+from rlcore.rollout.pool import EnginePool
 from rlcore.sample import Sample, Status
 from rlcore.store.batch import read_parts, table_to_samples
 from rlcore.store.manifest import FileRef
@@ -28,6 +33,7 @@ CODE = """
 import asyncio
 import json
 import pathlib
+from dataclasses import replace
 from types import SimpleNamespace
 
 from rlcore.rollout.generate import apply_result
@@ -82,6 +88,22 @@ async def grouped(args, samples, sampling_params):
 
 async def loses_one(args, samples, sampling_params):
     return (await grouped(args, samples, sampling_params))[1:]
+
+def says_where(args, sample, *, rollout_id, evaluation):
+    assert args.rollout_batch_size == 4 and args.tokenizer and sample.reward is None
+    sample.metadata["where"] = [rollout_id, evaluation, sample.status.value]
+
+async def puts_another(args, sample):
+    await asyncio.sleep(0)
+    return replace(sample, index=99, seed=1, prompt_id="x", loss_mask=[0] * sample.response_length,
+                   metadata=sample.metadata | {"then": "another"})
+
+def returns_text(args, sample, **kwargs):
+    assert not kwargs
+    return sample.response
+
+def raises(args, sample, evaluation):
+    raise KeyError("mine")
 
 async def own(args, sample, sampling_params):
     apply_result(sample, await args.generate(sample.tokens, sampling_params))
@@ -240,6 +262,84 @@ async def test_a_generate_function_may_take_a_group(
     own = rollout(tmp_path, custom_generate_function_path="loses_one", group_generate=True)
     with pytest.raises(PluginError, match="returned 1 samples for a group of 2"):
         await run(replace(plan, rollout=own), servers)
+
+
+def hooks(folder: Path, *names: str) -> dict[str, list[str]]:
+    return {"sample_hook_paths": [f"{folder}/mine.py:{name}" for name in names]}
+
+
+async def test_hooks_are_given_each_sample_in_turn_before_its_reward(
+    plan: RolloutPlan, servers: list[Any], tmp_path: Path
+) -> None:
+    plain = samples_of(plan, (await run(plan, servers, 3)).files)
+    hooked = rollout(tmp_path, **hooks(tmp_path, "says_where", "puts_another"))
+    hooked_plan = replace(plan, root=plan.root + "2", rollout=hooked)
+    samples = samples_of(hooked_plan, (await run(hooked_plan, servers, 3)).files)
+    for sample, was in zip(samples, plain, strict=True):
+        # Which sample it is stays, whatever a hook puts in its place.
+        told = {"where": [3, False, was.status], "then": "another"}
+        masked = {"loss_mask": [0] * was.response_length, "metadata": was.metadata | told}
+        assert sample == replace(was, **masked)
+
+
+async def test_hooks_are_told_of_an_evaluation(
+    plan: RolloutPlan, servers: list[Any], tmp_path: Path
+) -> None:
+    path = data_file(tmp_path, [{"prompt": "1="}], "eval.jsonl")
+    held_out = EvalConfig(datasets=[EvalDataset(name="own", path=path)])
+    hooked = rollout(tmp_path, **hooks(tmp_path, "says_where"))
+    actor = RolloutActor(replace(plan, rollout=hooked, eval=held_out))
+    await actor.set_engines([s.url for s in servers])
+    report = await actor.evaluate(1, 5, "a", 0)
+    await actor.close()
+    assert [s.metadata["where"][:2] for s in samples_of(plan, report.files)] == [[5, True]]
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        ("returns_text", r"sample_hook_paths\[1\] = '.*:returns_text' returned a str on sample 0 "),
+        ("raises", r"sample_hook_paths\[1\] = '.*:raises' raised KeyError: 'mine' on sample 0 "),
+    ],
+)
+async def test_a_hook_that_gives_no_sample_is_named(
+    plan: RolloutPlan, servers: list[Any], tmp_path: Path, name: str, fault: str
+) -> None:
+    own = rollout(tmp_path, **hooks(tmp_path, "says_where", name))
+    with pytest.raises(PluginError, match=fault):
+        await run(replace(plan, rollout=own), servers)
+
+
+async def test_a_sample_that_is_cut_off_has_its_hooks_when_it_is_whole(
+    plan: RolloutPlan, servers: list[Any], tmp_path: Path
+) -> None:
+    pool = EnginePool([s.url for s in servers], Limits(128, 64))
+    own = rollout(tmp_path, **hooks(tmp_path, "says_where"))
+    cut = [Sample(prompt_id="p", index=k, tokens=[3, 4 + k], seed=k) for k in range(3)]
+    # One is whole from before, one has no budget left.
+    cut[1].status, cut[2].status = Status.COMPLETED, Status.ABORTED
+    cut[2].tokens, cut[2].response_length = list(range(64)), 60
+    tokenizer = AutoTokenizer.from_pretrained(plan.model_folder)
+    generator = Generator(own, tokenizer, pool, iteration=2)
+    try:
+        first, whole, full = await generator.run(cut, 3, None)
+        assert first.metadata["where"][0] == 2 and full.metadata["where"][2] == "truncated"
+        assert whole.metadata == {}
+        servers[0].answer = servers[1].answer = aborts(servers[0])
+        pool.aborting = True
+        [again] = await generator.run([Sample(prompt_id="p", tokens=[3], seed=9)], 1, None)
+        assert again.status == Status.ABORTED and again.metadata == {}
+    finally:
+        await pool.close()
+
+
+def aborts(server: Any) -> Any:
+    async def answer(request: Request) -> Any:
+        body = await request.json()
+        pairs = zip(body["input_ids"], body["sampling_params"], strict=True)
+        return [server.one(ids, params, "abort") for ids, params in pairs]
+
+    return answer
 
 
 async def test_rows_have_stop_rules_and_a_generate_function_of_their_own(

@@ -51,6 +51,18 @@ class Backwards:
     def load_state_dict(self, state):
         self.given = state["given"]
 """
+TWICE = """
+from copy import deepcopy
+
+from rlcore.rollout.generate import apply_result
+
+async def generate(args, sample, sampling_params):
+    made = [sample, deepcopy(sample)]
+    made[1].tokens = [*sample.tokens, 5]
+    for one in made:
+        apply_result(one, await args.generate(one.tokens, sampling_params))
+    return made
+"""
 N = 2
 
 
@@ -161,6 +173,38 @@ async def test_rollouts_in_the_order_of_the_data_cannot_go_on_with_a_source(
         ("self.given += 1", "1 / 0", "raised ZeroDivisionError"),
     ],
 )
+async def test_a_prompt_whose_executions_made_several_samples_is_begun_anew_from_its_text(
+    plan: RolloutPlan, servers: list[Any], tmp_path: Path
+) -> None:
+    (tmp_path / "twice.py").write_text(TWICE)
+    own = plan.rollout.model_copy(
+        update={
+            "custom_generate_function_path": f"{tmp_path}/twice.py:generate",
+            "over_sampling_batch_size": 6,
+            "partial_rollout": True,
+            "max_staleness": 0,
+        }
+    )
+    actor = RolloutActor(replace(plan, rollout=own))
+    await actor.set_engines([s.url for s in servers])
+    first = await actor.rollout(1, 0, "a0", None, 0)
+    cursor = {
+        **(first.cursor or {}),
+        "buffer": first.extra["buffer"],
+        "source": first.extra["source"],
+    }
+    for server in servers:
+        server.version = "1"
+    # What the first left is too old for the second.
+    second = await actor.rollout(1, 1, "a1", cursor, 1)
+    await actor.close()
+    samples = table_to_samples(read_parts(Objects.open(plan.root), second.files))
+    assert len(samples) == 4 * N * 2
+    for k, sample in enumerate(samples):
+        assert sample.weight_versions == ["1"]
+        assert sample.prompt_length == len(sample.prompt) + k % 2
+
+
 def test_what_a_source_gets_wrong_names_the_setting(
     tmp_path: Path, old: str, new: str, said: str
 ) -> None:

@@ -118,15 +118,20 @@ async def test_a_rollout_function_runs_as_it_is(
     assert all(isinstance(s.reward, (dict, float)) for s in samples)
 
 
-async def test_a_list_of_samples_for_one_is_refused_with_the_reason(
-    tmp_path: Path, model_folder: Path, servers: list[Any]
+@pytest.mark.parametrize(
+    "whole", [{}, {"custom_rollout_function_path": f"{PLUGINS}/own_rollout.py:generate_rollout"}]
+)
+async def test_several_samples_of_one_execution_are_taken_as_they_are(
+    tmp_path: Path, model_folder: Path, servers: list[Any], whole: dict[str, str]
 ) -> None:
-    (tmp_path / "fan.py").write_text(
-        "async def generate(args, sample, sampling_params):\n    return [sample, sample]\n"
-    )
-    own = {"custom_generate_function_path": f"{tmp_path}/fan.py:generate"}
-    with pytest.raises(PluginError, match="there is no fan-out"):
-        await made(plan(tmp_path, model_folder, rollout=own), servers)
+    own = whole | {"custom_generate_function_path": f"{PLUGINS}/sub_agents.py:generate"}
+    samples, _, scored = await made(plan(tmp_path, model_folder, rollout=own), servers)
+    assert len(samples) == 16 and scored.metrics["reward/unscored"] == 0
+    for first, second in zip(samples[::2], samples[1::2], strict=True):
+        assert first.rollout_id == second.rollout_id == first.index
+        assert (first.group_index, first.seed) == (second.group_index, second.seed)
+        assert second.prompt_length == first.prompt_length + 1
+        assert first.reward == {"score": 0.25, "turns": 1}
 
 
 def test_nothing_of_it_is_there_without_the_setting(tmp_path: Path, model_folder: Path) -> None:

@@ -151,11 +151,21 @@ def test_rewards_and_hooks() -> None:
     assert whole.custom_rollout_function_path == "my.roll"
     rollout = config_of(
         f"{SHORTEST} --over-sampling-batch-size 8 --partial-rollout --buffer-filter-path my.buffer "
+        "--rollout-sample-hook-path my.one --rollout-sample-hook-path my.two "
         "--rollout-sample-filter-path my.some --rollout-all-samples-process-path my.all"
     ).rollout
     assert rollout.buffer_filter_path == "my.buffer"
     assert rollout.rollout_sample_filter_path == "my.some"
+    assert rollout.sample_hook_paths == ["my.one", "my.two"]
     assert rollout.rollout_all_samples_process_path == "my.all"
+
+
+def test_streaming_needs_no_function() -> None:
+    path = "slime.rollout.sglang_streaming_rollout.generate_streaming"
+    config = config_of(f"{SHORTEST} --custom-generate-function-path {path}")
+    assert config.rollout.custom_generate_function_path is None
+    own = config_of(f"{SHORTEST} --custom-generate-function-path my.generate")
+    assert own.rollout.custom_generate_function_path == "my.generate" and own.compat.slime
 
 
 def test_a_filter_alone_is_dynamic_sampling_as_in_slime() -> None:

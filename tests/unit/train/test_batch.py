@@ -103,6 +103,26 @@ def test_a_filtered_batch_is_cut_evenly(tmp_path: Path) -> None:
     assert [step.totals.sequences for step in one.load(num_steps_per_rollout=2).steps] == [1]
 
 
+def test_samples_cut_from_one_execution_count_as_one(tmp_path: Path) -> None:
+    samples = make_samples()
+    # In each group the first two are of one execution; rewards are 0, 1, 2.
+    for i, sample in enumerate(samples):
+        sample.rollout_id = i - i % 3 if i % 3 < 2 else None
+    batch = Stored(tmp_path, samples).load(num_steps_per_rollout=2, max_tokens_per_gpu=1000)
+    assert [step.totals.sequences for step in batch.steps] == [4, 4]
+    assert [step.totals.tokens for step in batch.steps] == [18, 18]
+    assert batch.samples == 12
+    for step in batch.steps:
+        for sequence in step.micro_batches[0]:
+            i = int(sequence.tokens[0]) - 2
+            assert sequence.execution_tokens == (5 if i % 3 < 2 else 4)
+            assert sequence.advantages == (i % 3) - 1.25
+    removed = [replace(s, remove_sample=i % 3 == 0) for i, s in enumerate(samples)]
+    [step] = Stored(tmp_path / "removed", removed).load().steps
+    assert {s.execution_tokens for s in step.micro_batches[0]} == {3, 4}
+    assert (step.totals.sequences, step.totals.tokens) == (8, 28)
+
+
 def test_a_batch_of_which_nothing_is_kept_has_no_step(tmp_path: Path) -> None:
     none = Stored(tmp_path, make_samples(), keep=[False] * 12).load()
     assert (none.steps, none.samples) == ((), 0)
