@@ -36,10 +36,12 @@ Kind = Literal[
     "filter",
     "build",
     "reward_post_process",
+    "convert_samples",
     "advantage",
     "tis",
     "pg_loss_reducer",
     "loss",
+    "post_write",
 ]
 
 PARAMETERS: dict[Kind, tuple[str, ...]] = {
@@ -56,6 +58,7 @@ PARAMETERS: dict[Kind, tuple[str, ...]] = {
     "filter": ("args", "samples"),
     "build": ("folder", "seed"),
     "reward_post_process": ("args", "samples"),
+    "convert_samples": ("args", "samples"),
     "advantage": ("args", "rollout_data"),
     "tis": (
         "args",
@@ -68,6 +71,7 @@ PARAMETERS: dict[Kind, tuple[str, ...]] = {
     ),
     "pg_loss_reducer": ("total_lengths", "response_lengths", "masks", "per_token"),
     "loss": ("args", "batch", "logits", "sum_of_sample_mean"),
+    "post_write": ("args", "version_dir", "rollout_engines"),
 }
 
 BY_NAME: frozenset[Kind] = frozenset({"tis"})
@@ -78,6 +82,7 @@ NAMED: dict[Kind, tuple[str, ...]] = {"sample_hook": ("rollout_id", "evaluation"
 
 TRAINING: dict[str, Kind] = {
     "custom_reward_post_process_path": "reward_post_process",
+    "custom_convert_samples_to_train_data_path": "convert_samples",
     "custom_advantage_function_path": "advantage",
     "custom_tis_function_path": "tis",
     "custom_pg_loss_reducer_function_path": "pg_loss_reducer",
@@ -86,7 +91,15 @@ TRAINING: dict[str, Kind] = {
 """Settings of `algorithm` that name a function of the trainer, and its kind."""
 
 PLAIN: frozenset[Kind] = frozenset(
-    {"filter", "build", "buffer_filter", "sample_filter", "all_samples", *TRAINING.values()}
+    {
+        "filter",
+        "build",
+        "buffer_filter",
+        "sample_filter",
+        "all_samples",
+        "post_write",
+        *TRAINING.values(),
+    }
 )
 """Kinds that are never async."""
 

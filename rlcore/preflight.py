@@ -173,6 +173,8 @@ def check_plugins(config: RunConfig) -> None:
     for name, kind in TRAINING.items() if config.trains else ():
         if (path := getattr(config.algorithm, name)) is not None:
             load_checked(path, f"algorithm.{name}", kind)
+    if (path := config.weights.custom_update_weight_post_write_path) is not None:
+        load_checked(path, "weights.custom_update_weight_post_write_path", "post_write")
     chosen = config.filter.dynamic_sampling_filter_path
     if chosen and chosen not in BUILT_IN:
         setting = "filter.dynamic_sampling_filter_path"

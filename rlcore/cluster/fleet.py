@@ -250,7 +250,7 @@ class Fleet:
             }
         return Work(
             attempt=attempt,
-            metrics={f"train/{name}": value for name, value in report.metrics.items()},
+            metrics=report.named,
             compute_seconds=report.metrics["seconds_train"],
             extra={
                 "prev_state_id": inputs.before,
@@ -298,6 +298,7 @@ class Fleet:
             urls=tuple(urls),
             version=str(version),
             transport=weights.transport,
+            weights=weights,
             dtype=plan.engine_dtype,
             model_folder=plan.model_folder,
             scratch=plan.local("weights"),

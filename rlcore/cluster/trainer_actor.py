@@ -236,7 +236,7 @@ class TrainerActor:
         )
         report = trainer.train(prev, new, batch)
         if self._rank == 0:
-            log.info("iteration %d: %s", files.iteration, shown(report.metrics))
+            log.info("iteration %d: %s", files.iteration, shown(report.named))
         return report
 
     def log_probs(self, epoch: int, sequences: list[list[int]]) -> list[list[float]]:

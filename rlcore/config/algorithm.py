@@ -107,6 +107,8 @@ class AlgorithmConfig(Section):
     """Stop when any token's gap is larger than max_logprob_gap, or, without one, not exactly 0."""
     custom_reward_post_process_path: FunctionPath | None = None
     """A function `(args, samples)` that makes advantages of rewards in place of the baseline."""
+    custom_convert_samples_to_train_data_path: FunctionPath | None = None
+    """A function `(args, samples)` that makes training sequences of a batch's samples."""
     custom_advantage_function_path: FunctionPath | None = None
     """A function `(args, rollout_data)` that sets advantages in place of the estimator's."""
     custom_tis_function_path: FunctionPath | None = None
@@ -215,6 +217,12 @@ class AlgorithmConfig(Section):
                 f"algorithm.{part} is about the loss that algorithm.custom_loss_function_path "
                 "replaces; use one of them"
             )
+        if self.custom_convert_samples_to_train_data_path and self.custom_reward_post_process_path:
+            raise ValueError(
+                "algorithm.custom_reward_post_process_path makes the numbers that the function of "
+                "algorithm.custom_convert_samples_to_train_data_path returns as 'rewards'; use "
+                "one of them"
+            )
         if self.custom_tis_function_path is not None and not self.use_tis:
             raise ValueError(
                 "algorithm.custom_tis_function_path is about truncated importance sampling; set "
@@ -238,7 +246,8 @@ class AlgorithmConfig(Section):
     def group_baseline(self) -> bool:
         """Whether rewards are compared with those of their group."""
         compares = self.advantage_estimator not in ("reinforce_plus_plus", "ppo")
-        compares = compares and self.custom_reward_post_process_path is None
+        own = self.custom_reward_post_process_path or self.custom_convert_samples_to_train_data_path
+        compares = compares and own is None
         learns = self.loss_type == "policy_loss"
         return self.rewards_normalization and compares and learns
 

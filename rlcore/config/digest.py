@@ -31,11 +31,13 @@ NEWER: tuple[tuple[str, str, Any], ...] = (
     ("eval", "eval_function_path", None),
     ("algorithm", "ref_update_interval", None),
     ("algorithm", "custom_reward_post_process_path", None),
+    ("algorithm", "custom_convert_samples_to_train_data_path", None),
     ("algorithm", "custom_advantage_function_path", None),
     ("algorithm", "custom_tis_function_path", None),
     ("algorithm", "custom_pg_loss_reducer_function_path", None),
     ("algorithm", "custom_loss_function_path", None),
     ("rollout", "sample_hook_paths", []),
+    ("weights", "custom_update_weight_post_write_path", None),
 )
 """Settings at values that are left out, so that runs of older releases keep their digests."""
 NEWER_SECTIONS = frozenset({"compat"})

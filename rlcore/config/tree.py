@@ -159,6 +159,17 @@ class WeightsConfig(Section):
     """Fixed token sequences whose log-probs engine and trainer must agree on after each sync."""
     canary_tolerance: Annotated[float, Field(gt=0)] | None = None
     """Largest mean absolute difference; default: 1e-4 where both compute in float32, else 0.1."""
+    custom_update_weight_post_write_path: FunctionPath | None = None
+    """A function `(args, version_dir, rollout_engines)` that is told of each folder of weights."""
+
+    @model_validator(mode="after")
+    def _something_is_written(self) -> "WeightsConfig":
+        if self.custom_update_weight_post_write_path and self.transport != "disk":
+            raise ValueError(
+                "weights.custom_update_weight_post_write_path is about the folders of "
+                "weights.transport = 'disk'; use that, or remove it"
+            )
+        return self
 
 
 class CheckpointConfig(Section):

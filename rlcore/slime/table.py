@@ -76,7 +76,7 @@ TRAIN = (
     Argument(
         "custom-update-weight-post-write-path",
         "str",
-        Refused("stores that are no file system are written through storage.root = 's3://...'"),
+        Setting("weights.custom_update_weight_post_write_path"),
     ),
     Argument("update-weight-local-checkpoint-dir", "str", Refused("weights are always sent whole")),
     Argument("custom-model-provider-path", "str", Refused(MOVES_WITH_MEGATRON)),
@@ -413,7 +413,7 @@ REWARD = (
     Argument(
         "custom-convert-samples-to-train-data-path",
         "str",
-        Refused("samples are stored and trained on as they are"),
+        Setting("algorithm.custom_convert_samples_to_train_data_path"),
     ),
 )
 

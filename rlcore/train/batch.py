@@ -22,8 +22,8 @@ Invariants:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -36,11 +36,12 @@ from rlcore.algorithms.plan import Step, plan
 from rlcore.config.tree import AlgorithmConfig, TrainConfig
 from rlcore.errors import DataError
 from rlcore.rollout.groups import execution_of
-from rlcore.sample import Status
+from rlcore.sample import Sample, Status
 from rlcore.store.batch import read_parts
 from rlcore.store.manifest import FileRef
 from rlcore.store.objects import Objects
 from rlcore.store.rows import table_to_samples
+from rlcore.train.converted import LOG_PROBS
 from rlcore.train.custom import Functions
 from rlcore.train.trainer import BatchFiles, TrainBatch, TrainStep
 
@@ -55,9 +56,6 @@ SAMPLE_COLUMNS = (
     "rollout_log_probs",
     "teacher_log_probs",
 )
-
-LOG_PROBS: tuple[LogProbs, ...] = ("rollout_log_probs", "teacher_log_probs")
-"""Columns of log-probs that a rollout may have."""
 
 
 def read_rollout(objects: Objects, rollout: Sequence[FileRef]) -> pa.Table:
@@ -91,27 +89,10 @@ def load_batch(
     Raises:
         Corrupt: a part is not what was committed.
         DataError: the parts do not belong together.
-        PluginError: a function of one's own makes no numbers of the rewards.
+        PluginError: a function of one's own makes no numbers of the rewards, or no sequences.
     """
     samples = _Samples(read_rollout(objects, files.rollout) if rollout is None else rollout)
-    scores = read_parts(objects, files.reward, ("row", "status"))
-    selection = read_parts(objects, files.selection, ("row", "reward", "keep"))
-    for name, table in (("reward", scores), ("filter", selection)):
-        if table.column("row").to_pylist() != list(range(samples.count)):
-            raise DataError(
-                f"iteration {files.iteration}: the {name} part has {table.num_rows} rows that are "
-                f"not, in order, those of the {samples.count} samples of the rollout; run the "
-                f"{name} stage again"
-            )
-    failed = np.asarray(
-        [
-            Status.FAILED in pair
-            for pair in zip(samples.status, scores["status"].to_pylist(), strict=True)
-        ]
-    )
-    rewards = [
-        None if f else r for f, r in zip(failed, selection["reward"].to_pylist(), strict=True)
-    ]
+    rewards, keep = _verdicts(objects, files, samples.count, samples.status)
     advantages = sample_advantages(
         AdvantageInputs(
             rewards,
@@ -121,34 +102,54 @@ def load_batch(
             executions=samples.executions,
         )
     )
-    keep = np.asarray(selection["keep"].to_pylist(), dtype=bool)
-    if algorithm.custom_reward_post_process_path is not None:
-        advantages = _of_function(objects, files, algorithm, rewards, keep, advantages)
+    own, scored = Functions(algorithm), {}
+    if "reward_post_process" in own or "convert_samples" in own:
+        chosen = [i for i, good in enumerate(advantages.trainable) if good and keep[i]]
+        scored = _whole_samples(objects, files, chosen, rewards)
+    if "reward_post_process" in own and scored:
+        numbers = list(advantages.advantages)
+        for i, number in zip(scored, own.numbers(list(scored.values())), strict=True):
+            numbers[i] = number
+        advantages = replace(advantages, advantages=tuple(numbers))
     rows, metrics = _trained_rows(samples, keep, advantages)
-    return _share(
-        samples, rows, advantages.advantages, metrics, files.iteration, train, rank, world
+    if "convert_samples" in own:
+        made = own.sequences(list(scored.values())) if scored else []
+        trained, counted = _as_converted(made)
+    else:
+        trained, counted = _as_stored(samples, rows, advantages)
+    return _share(trained, metrics | counted, files.iteration, train, rank, world)
+
+
+def _verdicts(
+    objects: Objects, files: BatchFiles, count: int, status: Sequence[str]
+) -> tuple[list[float | None], npt.NDArray[np.bool_]]:
+    """The reward of each sample, None where it has none or failed; and whether it was kept."""
+    scores = read_parts(objects, files.reward, ("row", "status"))
+    selection = read_parts(objects, files.selection, ("row", "reward", "keep"))
+    for name, table in (("reward", scores), ("filter", selection)):
+        if table.column("row").to_pylist() != list(range(count)):
+            raise DataError(
+                f"iteration {files.iteration}: the {name} part has {table.num_rows} rows that are "
+                f"not, in order, those of the {count} samples of the rollout; run the "
+                f"{name} stage again"
+            )
+    failed = np.asarray(
+        [Status.FAILED in pair for pair in zip(status, scores["status"].to_pylist(), strict=True)]
     )
+    rewards = [
+        None if f else r for f, r in zip(failed, selection["reward"].to_pylist(), strict=True)
+    ]
+    return rewards, np.asarray(selection["keep"].to_pylist(), dtype=bool)
 
 
-def _of_function(
-    objects: Objects,
-    files: BatchFiles,
-    algorithm: AlgorithmConfig,
-    rewards: Sequence[float | None],
-    keep: npt.NDArray[np.bool_],
-    advantages: AdvantageOutputs,
-) -> AdvantageOutputs:
-    """Advantages by a function of one's own, over the samples that were kept and scored."""
-    own = Functions(algorithm)
-    chosen = [i for i, good in enumerate(advantages.trainable) if good and keep[i]]
-    everything = read_parts(objects, files.rollout, rows=chosen) if chosen else None
-    samples = [] if everything is None else table_to_samples(everything)
-    for sample, i in zip(samples, chosen, strict=True):
+def _whole_samples(
+    objects: Objects, files: BatchFiles, rows: list[int], rewards: Sequence[float | None]
+) -> dict[int, Sample]:
+    """Some samples with all their fields and their rewards as numbers, by row."""
+    read = table_to_samples(read_parts(objects, files.rollout, rows=rows)) if rows else []
+    for sample, i in zip(read, rows, strict=True):
         sample.reward = rewards[i]
-    numbers = list(advantages.advantages)
-    for i, number in zip(chosen, own.numbers(samples) if samples else [], strict=True):
-        numbers[i] = number
-    return replace(advantages, advantages=tuple(numbers))
+    return dict(zip(rows, read, strict=True))
 
 
 def _trained_rows(
@@ -170,43 +171,98 @@ def _trained_rows(
     return np.flatnonzero(left).tolist(), metrics
 
 
+@dataclass(frozen=True)
+class _Trained:
+    """What is trained of a batch, in order."""
+
+    lengths: list[int]
+    """Tokens of each sequence, prompts included."""
+    executions: list[int]
+    """Which sequences are of one execution."""
+    tokens: Mapping[int, int]
+    """Tokens of each execution that are trained."""
+    given: tuple[LogProbs, ...]
+    """The log-probs that all sequences have."""
+    sequence: Callable[[int], TrainSequence]
+
+
+def _as_stored(
+    samples: _Samples, rows: list[int], advantages: AdvantageOutputs
+) -> tuple[_Trained, dict[str, float]]:
+    """The samples of some rows as they are, and their figures by slime's names."""
+    given = tuple(name for name in LOG_PROBS if samples.log_probs[name].present[rows].all())
+    numbers = advantages.advantages
+    executions = [samples.executions[row] for row in rows]
+    tokens = Counter[int]()
+    for row, execution in zip(rows, executions, strict=True):
+        tokens[execution] += int(samples.trainable_tokens[row])
+    trained = _Trained(
+        lengths=samples.lengths[rows].tolist(),
+        executions=executions,
+        tokens=tokens,
+        given=given,
+        sequence=lambda i: samples.sequence(
+            rows[i], numbers[rows[i]], given, tokens[executions[i]]
+        ),
+    )
+    if not rows:
+        return trained, {}
+    cut = [samples.status[row] == Status.TRUNCATED for row in rows]
+    return trained, {
+        "rollout/rewards": float(np.mean([numbers[row] for row in rows])),
+        "rollout/response_lengths": float(samples.response_lengths[rows].mean()),
+        "rollout/truncated": float(np.mean(cut)),
+    }
+
+
+def _as_converted(made: Sequence[TrainSequence]) -> tuple[_Trained, dict[str, float]]:
+    """What a function made of the samples, and its figures by slime's names."""
+    kept = [s for s in made if s.trainable_tokens]
+    given = tuple(name for name in LOG_PROBS if all(getattr(s, name) is not None for s in kept))
+    cleared = {name: None for name in LOG_PROBS if name not in given}
+    trained = _Trained(
+        lengths=[len(s.tokens) for s in kept],
+        executions=list(range(len(kept))),
+        tokens=dict(enumerate(s.trainable_tokens for s in kept)),
+        given=given,
+        sequence=lambda i: replace(kept[i], **cleared),
+    )
+    # Whether a sample that was marked for removal is trained was the function's to say.
+    counted = {"samples_removed": 0.0, "samples_without_tokens": float(len(made) - len(kept))}
+    if kept:
+        counted["rollout/rewards"] = float(np.mean([s.advantages for s in kept]))
+        counted["rollout/response_lengths"] = float(np.mean([s.response_length for s in kept]))
+    return trained, counted
+
+
 def _share(
-    samples: _Samples,
-    rows: list[int],
-    advantages: Sequence[float],
+    trained: _Trained,
     metrics: dict[str, float],
     iteration: int,
     train: TrainConfig,
     rank: int,
     world: int,
 ) -> TrainBatch:
-    """One rank's part of the plan over the trained rows."""
-    lengths = samples.lengths[rows].tolist()
-    executions = [samples.executions[row] for row in rows]
-    tokens = Counter[int]()
-    for row, execution in zip(rows, executions, strict=True):
-        tokens[execution] += int(samples.trainable_tokens[row])
+    """One rank's part of the plan over all sequences."""
+    count = len(trained.lengths)
     steps_of_all: tuple[Step, ...] = ()
-    if rows:
+    if count:
         whole = plan(
-            lengths,
+            trained.lengths,
             max_tokens=train.max_tokens_per_gpu,
             dp_size=world,
-            num_steps=min(train.num_steps_per_rollout, len(tokens)),
-            executions=executions,
+            num_steps=min(train.num_steps_per_rollout, len(trained.tokens)),
+            executions=trained.executions,
         )
         steps_of_all = whole.steps
-    given = tuple(name for name in LOG_PROBS if samples.log_probs[name].present[rows].all())
     steps = tuple(
         TrainStep(
             micro_batches=tuple(
-                tuple(
-                    samples.sequence(rows[i], advantages[rows[i]], given, tokens[executions[i]])
-                    for i in micro.samples
-                )
-                for micro in step.ranks[rank]
+                tuple(trained.sequence(i) for i in micro.samples) for micro in step.ranks[rank]
             ),
-            totals=Totals.of(tokens[e] for e in {executions[i]: None for i in step.samples}),
+            totals=Totals.of(
+                trained.tokens[e] for e in {trained.executions[i]: None for i in step.samples}
+            ),
         )
         for step in steps_of_all
     )
@@ -214,10 +270,10 @@ def _share(
     return TrainBatch(
         iteration=iteration,
         steps=steps,
-        samples=len(rows),
-        tokens=sum(lengths),
-        rollout_log_probs="rollout_log_probs" in given,
-        teacher_log_probs="teacher_log_probs" in given,
+        samples=count,
+        tokens=sum(trained.lengths),
+        rollout_log_probs="rollout_log_probs" in trained.given,
+        teacher_log_probs="teacher_log_probs" in trained.given,
         metrics=metrics,
     )
 

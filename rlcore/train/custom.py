@@ -1,5 +1,5 @@
-"""Functions of one's own in training: the numbers of rewards, advantages, importance weights, the
-reduction of the policy loss, and the whole loss.
+"""Functions of one's own in training: the numbers of rewards, the sequences made of samples,
+advantages, importance weights, the reduction of the policy loss, and the whole loss.
 
 Names, signatures and layout are slime's: per-token values are lists of one tensor a sample, [R],
 its response; what a function gives back may be a list like that, or all of them end to end.
@@ -24,6 +24,7 @@ from rlcore.rollout.args import PluginArgs
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from rlcore.algorithms.packing import TrainSequence
     from rlcore.sample import Sample
 
 Reducer = Callable[["Tensor"], "Tensor"]
@@ -63,7 +64,7 @@ class Functions:
     @property
     def see_tokens(self) -> bool:
         """Whether a function is about the tokens of a micro-batch."""
-        return bool(self._functions.keys() - {"reward_post_process"})
+        return bool(self._functions.keys() - {"reward_post_process", "convert_samples"})
 
     def numbers(self, samples: Sequence[Sample]) -> list[float]:
         """A number of each sample, made of all their rewards.
@@ -85,6 +86,20 @@ class Functions:
             if not isinstance(number, int | float) or not math.isfinite(number):
                 raise PluginError(f"{what} returned {number!r} for sample {samples[k].index}")
         return [float(number) for number in numbers]
+
+    def sequences(self, samples: Sequence[Sample]) -> list[TrainSequence]:
+        """What is trained of a batch.
+
+        Args:
+            samples: those that may be trained, each with its reward as a number, in batch order.
+
+        Raises:
+            PluginError: the function fails, or gives something else.
+        """
+        from rlcore.train.converted import to_sequences
+
+        what, answer = self._call("convert_samples", list(samples))
+        return to_sequences(answer, what)
 
     def advantages(
         self, data: Given, masks: Sequence[Tensor], *, with_returns: bool

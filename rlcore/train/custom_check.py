@@ -26,6 +26,7 @@ def try_training(spec: str, kind: Kind) -> Iterator[tuple[str, str | None]]:
     own = Functions(AlgorithmConfig(**{setting: spec, "use_tis": kind == "tis"}))  # type: ignore[arg-type]
     trials: dict[Kind, dict[str, Trial]] = {
         "reward_post_process": {"groups, one of equal rewards": _numbers},
+        "convert_samples": {"groups, one of equal rewards": _converted},
         "advantage": _by_gap(_advantages),
         "tis": _by_gap(_weights),
         "pg_loss_reducer": {
@@ -92,9 +93,10 @@ def batch(seed: int, gap: float) -> Given:
 # --- trials ---------------------------------------------------------------------------------------
 
 
-def _numbers(own: Functions, seed: int) -> list[float]:
+def _samples() -> list[Sample]:
+    """Two groups of four."""
     rewards = [0.0, 1.0, 1.0, 0.0, 0.5, 0.5, 0.5, 0.5]
-    samples = [
+    return [
         Sample(
             group_index=k // 4,
             index=k,
@@ -109,7 +111,18 @@ def _numbers(own: Functions, seed: int) -> list[float]:
         )
         for k, reward in enumerate(rewards)
     ]
-    return own.numbers(samples)
+
+
+def _numbers(own: Functions, seed: int) -> list[float]:
+    return own.numbers(_samples())
+
+
+def _converted(own: Functions, seed: int) -> list[float]:
+    made = own.sequences(_samples())
+    if not any(s.trainable_tokens for s in made):
+        raise PluginError("no sequence that it makes has a token to train on")
+    rows = [(len(s.tokens), s.trainable_tokens, s.advantages, *s.tokens) for s in made]
+    return [float(x) for row in rows for x in row]
 
 
 def _advantages(own: Functions, seed: int, gap: float) -> list[Tensor]:

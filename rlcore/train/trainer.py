@@ -83,6 +83,12 @@ class TrainReport:
     optimizer_step: int
     """Optimizer steps since the start of the run."""
     metrics: dict[str, float]
+    """Those without a '/' in their names are of the training itself."""
+
+    @property
+    def named(self) -> dict[str, float]:
+        """The metrics by their names in a run."""
+        return {k if "/" in k else f"train/{k}": value for k, value in self.metrics.items()}
 
 
 @dataclass(frozen=True, slots=True)

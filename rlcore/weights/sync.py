@@ -22,12 +22,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from rlcore.errors import EngineError, SyncError
+from rlcore.config.tree import WeightsConfig
+from rlcore.errors import EngineError, PluginError, SluiceError, SyncError
+from rlcore.plugins import load_checked
+from rlcore.rollout.args import PluginArgs
 from rlcore.rollout.client import EngineClient
 from rlcore.train.trainer import DType, Trainer
 from rlcore.weights import canary
@@ -59,6 +62,8 @@ class SyncSpec:
     """Of the engines."""
     timeout_s: float = 600.0
     """For each request."""
+    weights: WeightsConfig = field(default_factory=WeightsConfig)
+    """`args` of a function of one's own that is told of written folders."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,5 +178,28 @@ async def _check_version(engine: EngineClient, version: str) -> None:
 
 def _transport(spec: SyncSpec) -> Transport:
     if spec.transport == "disk":
-        return DiskTransport(spec.scratch, spec.model_folder, spec.version, spec.dtype)
+        own = _own_hook(spec)
+        return DiskTransport(spec.scratch, spec.model_folder, spec.version, spec.dtype, own)
     return TensorTransport(spec.version)
+
+
+def _own_hook(spec: SyncSpec) -> Callable[[Path], None] | None:
+    """The function of one's own that is told of a written folder, if there is one."""
+    path = spec.weights.custom_update_weight_post_write_path
+    if path is None:
+        return None
+    setting = "weights.custom_update_weight_post_write_path"
+    function = load_checked(path, setting, "post_write")
+
+    def told(folder: Path) -> None:
+        try:
+            function(PluginArgs(spec.weights.model_dump()), str(folder), list(spec.urls))
+        except SluiceError:
+            raise
+        except Exception as error:
+            # A custom function may raise anything; the engines were not told of the folder yet.
+            raise PluginError(
+                f"{setting} = {path!r} raised {type(error).__name__}: {error}"
+            ) from error
+
+    return told

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -44,8 +44,17 @@ class Transport(Protocol):
 class DiskTransport:
     """A safetensors folder below `root`, which engines of the same machine or file system load."""
 
-    def __init__(self, root: Path, model_folder: Path, version: str, dtype: DType) -> None:
+    def __init__(
+        self,
+        root: Path,
+        model_folder: Path,
+        version: str,
+        dtype: DType,
+        written: Callable[[Path], None] | None = None,
+    ) -> None:
+        """`written` is told of the folder, before the engines are."""
         self._root = root
+        self._written = written
         self._model_folder = model_folder
         self._version = version
         self._dtype = dtype
@@ -60,6 +69,8 @@ class DiskTransport:
         write_config(self._model_folder, staging, self._dtype)
         write_tensors(staging, tensors)
         staging.rename(self.folder)
+        if self._written is not None:
+            self._written(self.folder)
 
     async def send(self, engines: Sequence[EngineClient], tensors: NamedTensors) -> None:
         """Have the engines load the folder."""

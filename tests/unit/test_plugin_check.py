@@ -43,7 +43,7 @@ def test_parameters_tell_what_a_function_is_for(tmp_path: Path, head: str, kind:
 
 def test_parameters_that_do_not_tell_are_asked_for(tmp_path: Path) -> None:
     (tmp_path / "m.py").write_text("def f(args, samples): ...\ndef g(x): ...")
-    with pytest.raises(PluginError, match=r"--kind: batched_reward, filter, reward_post_process$"):
+    with pytest.raises(PluginError, match=r"--kind: batched_.*_post_process, convert_samples$"):
         kind_of(f"{tmp_path}/m.py:f")
     with pytest.raises(PluginError, match=r"--kind: generate, group_generate, "):
         kind_of(f"{tmp_path}/m.py:g")
@@ -165,6 +165,11 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 TRAINING = {
     "reward_post_process": "def f(args, samples): return [0.0] * 8, [s.reward for s in samples]",
+    "convert_samples": (
+        "def f(args, samples):\n"
+        "    columns = {'tokens': [s.tokens for s in samples], 'rewards': [0.0] * 8}\n"
+        "    return columns | {'response_lengths': [s.response_length for s in samples]}\n"
+    ),
     "advantage": (
         "def f(args, rollout_data):\n"
         "    columns = zip(rollout_data['rewards'], rollout_data['loss_masks'])\n"
@@ -188,7 +193,7 @@ TRAINING = {
 @pytest.mark.parametrize("kind", TRAINING)
 def test_a_function_of_the_trainer(tmp_path: Path, kind: Kind) -> None:
     assert tried(tmp_path, TRAINING[kind], kind) == {}
-    if kind != "reward_post_process":
+    if kind not in ("reward_post_process", "convert_samples"):
         assert kind_of(f"{tmp_path}/mine.py:f") == kind
 
 

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from rlcore.algorithms.aggregate import constant_scale
 from rlcore.algorithms.demonstrations import Demonstrations, cross_entropy, perplexity
+from rlcore.algorithms.flops import ModelShape
 from rlcore.algorithms.logprobs import token_log_probs
 from rlcore.algorithms.losses import (
     LossInputs,
@@ -41,7 +42,7 @@ from rlcore.algorithms.losses import (
     log_prob_gap,
     policy_loss,
 )
-from rlcore.algorithms.metrics import Metrics, masked, merge_metrics
+from rlcore.algorithms.metrics import Metrics, merge_metrics
 from rlcore.algorithms.off_policy import ImportanceSampling
 from rlcore.algorithms.packing import LogProbs, pack
 from rlcore.algorithms.values import ValueInputs, value_loss
@@ -50,6 +51,7 @@ from rlcore.errors import TrainError
 from rlcore.train.custom import Functions
 from rlcore.train.fsdp.credit import MicroBatch, spread_advantages
 from rlcore.train.fsdp.critic import TrainedCritic
+from rlcore.train.fsdp.means import LOG_PROBS, throughput, token_mean, token_means
 from rlcore.train.fsdp.model import Policy
 from rlcore.train.fsdp.optimizer import ShardedAdamW, clip_scale
 from rlcore.train.trainer import TrainBatch, TrainStep
@@ -172,14 +174,14 @@ class BatchLoop:
         """All optimizer steps.
 
         Returns:
-            Metrics: means over the steps (maxima for those that are), seconds by phase and
-            tokens/s.
+            Metrics: means over the steps (maxima for those that are), means over the batch's
+            tokens, seconds by phase and speed.
 
         Raises:
             TrainError: a number is not finite, or the log-prob gap is too large.
         """
         start = time.perf_counter()
-        steps, gap = self._begin()
+        steps, gap, means = self._begin()
         reports = []
         for number, step in enumerate(steps):
             with self._clock.phase("seconds_forward_backward"):
@@ -200,26 +202,29 @@ class BatchLoop:
             reports.append(metrics)
         seconds = time.perf_counter() - start
         speed = {"seconds_train": seconds, "tokens_per_s": self._batch.tokens / max(seconds, 1e-9)}
-        return _over_steps(reports) | gap | self._clock.seconds | speed
+        return _over_steps(reports) | gap | means | self._clock.seconds | speed | self._speed()
 
     def measure(self) -> Scalars:
         """Metrics and gradient of the first step, which is not applied; its gradient stays with the
         optimizer.
         """
-        steps, _ = self._begin()
+        steps, _, _ = self._begin()
         metrics = self._forward_backward(0, steps[0])
         return metrics | {"grad_norm": self._optimizer.collect_gradients()}
 
     # --- before the first step --------------------------------------------------------------------
 
-    def _begin(self) -> tuple[list[list[MicroBatch]], Scalars]:
-        """All that must be known before the weights change; the gap, where that shows it."""
+    def _begin(self) -> tuple[list[list[MicroBatch]], Scalars, Scalars]:
+        """All that must be known before the weights change; the gap, where that shows it; means
+        over the batch's tokens.
+        """
         self._drop_gradients()
         steps = [self._prepare(step) for step in self._batch.steps]
-        with self._clock.phase("seconds_log_probs"):
-            gap = self._score_ahead(steps)
+        gap = self._score_ahead(steps)
         spread_advantages(steps, self._settings.algorithm, self._own)
-        return steps, gap
+        if self._supervised:
+            return steps, gap, {}
+        return steps, gap, token_means(steps, own_old=not self._old_from_rollout)
 
     def _prepare(self, step: TrainStep) -> list[MicroBatch]:
         """The step's micro-batches on the device."""
@@ -240,30 +245,42 @@ class BatchLoop:
 
     @torch.no_grad()
     def _score_ahead(self, steps: Sequence[Sequence[MicroBatch]]) -> Scalars:
-        """Log-probs that must be known before the weights change; the gap, where that shows it."""
-        temperature, gaps = self._settings.temperature, []
-        for step in steps:
-            parts = []
-            for micro in step:
-                if self._old_ahead:
-                    micro.old = self._policy.score(micro.packed, micro.rows, temperature)[0]
-                if self._old_ahead and self._batch.rollout_log_probs and micro.old is not None:
-                    parts.append(self._gap(micro, micro.old))
-                if self._old_from_rollout:
-                    micro.old = micro.pick("rollout_log_probs")
-                if self._critic is not None:
+        """Log-probs and values that must be known before the weights change; the gap, where that
+        shows it.
+        """
+        micros, gap = [micro for step in steps for micro in step], {}
+        if self._old_ahead:
+            with self._clock.phase("seconds_log_probs"):
+                gap = _over_steps([self._score_old(step) for step in steps])
+        models = {"ref": self._models.reference, "teacher": self._models.teacher}
+        for name, model in models.items():
+            if model is not None:
+                with self._clock.phase(f"seconds_{name}_log_probs"):
+                    for micro in micros:
+                        setattr(micro, name, self._score(model, micro)[0])
+        if self._critic is not None:
+            with self._clock.phase("seconds_values"):
+                for micro in micros:
                     micro.values = self._critic.model.values(micro.packed, micro.rows)
-                for name, model in (
-                    ("ref", self._models.reference),
-                    ("teacher", self._models.teacher),
-                ):
-                    if model is not None:
-                        setattr(micro, name, model.score(micro.packed, micro.rows, temperature)[0])
-                if self._follows:
-                    micro.teacher = micro.pick("teacher_log_probs")
-            if parts:
-                gaps.append(_over_ranks(merge_metrics(parts)))
-        return _over_steps(gaps)
+        for micro in micros:
+            if self._old_from_rollout:
+                micro.old = micro.pick("rollout_log_probs")
+            if self._follows:
+                micro.teacher = micro.pick("teacher_log_probs")
+        return gap
+
+    def _score_old(self, step: Sequence[MicroBatch]) -> Scalars:
+        """The policy's log-probs of a step before the first one; their gap to the engine's."""
+        parts = []
+        for micro in step:
+            micro.old = self._score(self._policy, micro)[0]
+            if self._batch.rollout_log_probs:
+                parts.append(self._gap(micro, micro.old))
+        return _over_ranks(merge_metrics(parts))
+
+    def _score(self, model: Policy, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropies at the trained positions, at the rollout's temperature."""
+        return model.score(micro.packed, micro.rows, self._settings.temperature)
 
     def _gap(self, micro: MicroBatch, log_probs: Tensor) -> Metrics:
         """Distance of the trainer's log-probs to the engine's."""
@@ -275,21 +292,19 @@ class BatchLoop:
     def _forward_backward(self, number: int, step: Sequence[MicroBatch]) -> Scalars:
         """Gradients of the step on the parameters; its metrics over all ranks."""
         scale, parts = self._scale(number), []
+        # The policy of later steps has moved: only that of the first is the engine's.
+        shows = number == 0 and not self._old_ahead
         for micro in step:
-            gap_shows = number == 0 and not self._old_ahead and self._batch.rollout_log_probs
             if "loss" in self._own:
-                out, log_probs = self._loss_of_function(micro, with_log_probs=gap_shows)
+                out, log_probs = self._loss_of_function(micro, with_log_probs=shows)
             else:
                 out, log_probs = self._loss(micro, number)
             (out.loss * (dist.get_world_size() * scale)).backward()
             parts.append(out.metrics)
-            mask, weights = micro.pick("loss_mask"), micro.pick("loss_weights")
-            for name, values in (("kl", micro.kl), ("opd_reverse_kl", micro.behind)):
-                if values is not None:
-                    parts.append(Metrics({name: (masked(values, mask) * weights).sum()}))
-            # The policy of later steps has moved: only that of the first is the engine's.
-            if gap_shows and log_probs is not None:
-                parts.append(self._gap(micro, log_probs))
+            if shows and log_probs is not None:
+                parts.append(Metrics({LOG_PROBS: token_mean(micro, log_probs)}))
+                if self._batch.rollout_log_probs:
+                    parts.append(self._gap(micro, log_probs))
         metrics = _over_ranks(self._complete(merge_metrics(parts)))
         if self._supervised:
             metrics["perplexity"] = perplexity(metrics["loss"])
@@ -298,9 +313,7 @@ class BatchLoop:
     def _loss(self, micro: MicroBatch, number: int) -> tuple[LossOutputs, Tensor]:
         """The loss of a micro-batch, and the log-probs of its trained tokens."""
         settings = self._settings.loss
-        log_probs, entropy = self._policy.score(
-            micro.packed, micro.rows, self._settings.temperature
-        )
+        log_probs, entropy = self._score(self._policy, micro)
         mask, weights = micro.pick("loss_mask"), micro.pick("loss_weights")
         if self._supervised:
             return cross_entropy(Demonstrations(log_probs, mask, weights, entropy)), log_probs
@@ -406,6 +419,16 @@ class BatchLoop:
             rate = self._settings.critic_lr or self._settings.lr
             learners["critic_"] = (self._critic.optimizer, rate)
         return learners
+
+    def _speed(self) -> Scalars:
+        """Throughput of the batch."""
+        return throughput(
+            self._batch,
+            ModelShape.of(self._policy.lm.config),
+            self._clock.seconds,
+            models=len(self._learners()),
+            all_logits="loss" in self._own,
+        )
 
     def _drop_gradients(self) -> None:
         self._optimizer.drop_gradients()

@@ -227,6 +227,7 @@ def test_the_functions_of_the_trainer_keep_their_contract(written: Path) -> None
     assert algorithm.custom_pg_loss_reducer_function_path
     for name, kind in {
         "ranks": "reward_post_process",
+        "first_half": "convert_samples",
         "fading": "advantage",
         "no_strangers": "tis",
         "over_a_constant": "pg_loss_reducer",

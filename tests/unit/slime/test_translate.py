@@ -285,6 +285,13 @@ def test_functions_of_the_trainer_are_settings() -> None:
     assert algorithm.custom_advantage_function_path == "my.credit"
     assert algorithm.custom_pg_loss_reducer_function_path == "my.reduce"
     assert algorithm.custom_reward_post_process_path == "my.post"
+    more = (
+        "--custom-convert-samples-to-train-data-path my.convert --update-weight-transport disk "
+        "--custom-update-weight-post-write-path my.written"
+    )
+    config = config_of(f"{SHORTEST.replace('rm.py:f', 'rm.f')} {more}")
+    assert config.algorithm.custom_convert_samples_to_train_data_path == "my.convert"
+    assert config.weights.custom_update_weight_post_write_path == "my.written"
     own = "--loss-type custom_loss --custom-loss-function-path my.loss"
     assert config_of(f"{SHORTEST} {own}").algorithm.custom_loss_function_path == "my.loss"
     assert "belong together" in refusals(f"{SHORTEST} --loss-type custom_loss")

@@ -312,8 +312,8 @@ def test_the_mean_of_the_penalty_is_reported(toy: Any, make_trainer: Any) -> Non
     algorithm = AlgorithmConfig(**CASES["reinforce++"])
     trainer = make_trainer(algorithm=algorithm)
     batch = toy.shares(toy.random_sequences(6), 1)[0]
-    assert trainer.train("start", "a", batch).metrics["kl"] == 0.0
-    assert trainer.train("a", "b", batch).metrics["kl"] > 1e-4
+    assert trainer.train("start", "a", batch).metrics["rollout/kl"] == 0.0
+    assert trainer.train("a", "b", batch).metrics["rollout/kl"] > 1e-4
 
 
 def test_true_on_policy_refuses_any_gap_beyond_the_limit(toy: Any, make_trainer: Any) -> None:

@@ -120,7 +120,7 @@ def test_advantages_that_say_the_same_train_the_same(
 ) -> None:
     plain = {"advantage_estimator": "reinforce_plus_plus", "kl_coef": 0.3, "gamma": 0.9}
     own = plain | {"custom_advantage_function_path": put(tmp_path, ADVANTAGE, "advantage")}
-    same(trained(make_trainer, toy, plain), trained(make_trainer, toy, own), "kl")
+    same(trained(make_trainer, toy, plain), trained(make_trainer, toy, own), "rollout/kl")
 
 
 def test_returns_of_a_function_train_the_critic(

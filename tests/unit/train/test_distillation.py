@@ -51,7 +51,7 @@ def test_the_distance_to_the_teacher_is_taken_off_the_advantages(
         for x, m in zip(xs, s.loss_mask or [1] * len(xs), strict=True)
         if m
     ]
-    assert metrics["opd_reverse_kl"] == pytest.approx(sum(trained) / len(trained), abs=1e-6)
+    assert metrics["rollout/opd_reverse_kl"] == pytest.approx(sum(trained) / len(trained), abs=1e-6)
     assert sum(abs(x) for x in trained) > 0.1
 
 
@@ -66,7 +66,7 @@ def test_a_teacher_on_a_server_counts_as_one_that_the_trainer_holds(
     expected = held.train("start", "a", toy.shares(sequences, 1)[0]).metrics
     batch = toy.shares(told, 1)[0]
     found = server.train("start", "a", replace(batch, teacher_log_probs=True)).metrics
-    for name in ("loss", "grad_norm", "opd_reverse_kl"):
+    for name in ("loss", "grad_norm", "rollout/opd_reverse_kl"):
         assert found[name] == pytest.approx(expected[name], abs=1e-6)
     with pytest.raises(TrainError, match=r"no log-probs of the teacher; set rollout\.teacher_url"):
         server.train("a", "b", batch)

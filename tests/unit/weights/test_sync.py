@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from rlcore.errors import EngineError, SyncError
+from rlcore.config.tree import WeightsConfig
+from rlcore.errors import EngineError, PluginError, SyncError
 from rlcore.weights import sync as sync_module
 from rlcore.weights.sync import SyncSpec, WeightSync
 from rlcore.weights.transport import TensorTransport
@@ -46,6 +47,31 @@ def test_engine_holds_the_trainers_weights(
     assert report is not None and report.version == version() == f"{transport}-1"
     assert report.metrics["canary_abs_diff"] < 1e-5
     assert greedy()
+
+
+def test_a_function_is_told_of_a_folder_before_the_engines_are(
+    trainer: Any, spec: SyncSpec, weight_sync: WeightSync, version: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "hook.py").write_text(
+        "from pathlib import Path\n"
+        "def told(args, version_dir, rollout_engines):\n"
+        "    assert args.transport == 'disk'\n"
+        "    assert (Path(version_dir) / 'model.safetensors').is_file()\n"
+        f"    Path({str(tmp_path / 'told')!r}).write_text(repr((version_dir, rollout_engines)))\n"
+        "def failing(args, version_dir, rollout_engines):\n"
+        "    raise OSError('the store is away')\n"
+    )
+
+    def with_hook(name: str) -> SyncSpec:
+        weights = WeightsConfig(custom_update_weight_post_write_path=f"{tmp_path}/hook.py:{name}")
+        return replace(spec, version=name, weights=weights)
+
+    weight_sync.run(trainer, with_hook("told"))
+    said = (str(spec.scratch / "weights-told"), list(spec.urls))
+    assert (tmp_path / "told").read_text() == repr(said)
+    with pytest.raises(PluginError, match=r"post_write_path = .*OSError: the store is away"):
+        weight_sync.run(trainer, with_hook("failing"))
+    assert version() == "told"
 
 
 def test_many_small_buckets(
