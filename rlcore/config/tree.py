@@ -52,6 +52,9 @@ FOR_GENERATING = (
 """Settings that could have no effect where a data set is learned as it is."""
 
 
+TransportName = Literal["disk", "tensor", "distributed"]
+
+
 class RunSection(Section):
     """Identity of the run."""
 
@@ -152,8 +155,12 @@ class TrainConfig(Section):
 class WeightsConfig(Section):
     """How new weights reach the engines."""
 
-    transport: Literal["disk", "tensor"] = "disk"
-    """`disk`: a safetensors folder that the engines load; `tensor`: over HTTP."""
+    OPERATIONAL = frozenset({"update_weight_buffer_size"})
+
+    transport: TransportName = "disk"
+    """`disk`: a folder that the engines load; `tensor`: over HTTP; `distributed`: by broadcast."""
+    update_weight_buffer_size: PositiveInt = 512 * 2**20
+    """Most bytes of weights that travel at once, but for a single larger tensor; not with disk."""
     canary_prompts: Annotated[int, Field(ge=1)] = 4
     """Fixed token sequences whose log-probs engine and trainer must agree on after each sync."""
     canary_tolerance: Annotated[float, Field(gt=0)] | None = None

@@ -60,7 +60,11 @@ TRAIN = (
         "str",
         Held("all weights are sent, and proved to have arrived", ("full",)),
     ),
-    Argument("update-weight-transport", "str", Joined("weights.transport")),
+    Argument(
+        "update-weight-transport",
+        "str",
+        Joined("weights.transport", "`nccl` is `tensor` with `--colocate`, else `distributed`"),
+    ),
     flag("release-train", Refused("trainers stay; a killed one comes back from its saved state")),
     Argument(
         "update-weight-disk-dir",
@@ -255,7 +259,7 @@ ROLLOUT = (
         Refused("metrics are stored as they are; `sluice sql` computes others from the samples"),
     ),
     Argument("buffer-filter-path", "str", Setting("rollout.buffer_filter_path")),
-    Argument("update-weight-buffer-size", "int", Held("weights are sent in parts of bounded size")),
+    Argument("update-weight-buffer-size", "int", Setting("weights.update_weight_buffer_size")),
     Argument(
         "update-weights-interval",
         "int",

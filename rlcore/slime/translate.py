@@ -276,7 +276,8 @@ def _defaults(given: dict[str, Any], done: Translation) -> None:
     transport = given.get("update-weight-transport", "nccl")
     if transport not in ("nccl", "disk"):
         raise ConfigError(f"--update-weight-transport {transport}: nccl or disk")
-    _set(done, "weights.transport", "disk" if transport == "disk" else "tensor")
+    over_nccl = "tensor" if given.get("colocate") else "distributed"
+    _set(done, "weights.transport", "disk" if transport == "disk" else over_nccl)
 
 
 def _batches(given: dict[str, Any], done: Translation) -> None:

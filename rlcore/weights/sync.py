@@ -1,7 +1,7 @@
 """New weights for all engines, in the one order that is safe, and the proof that they arrived.
 
     gather canary log-probs, prepare      engines still work
-    pause (abort) -> flush -> send        on all engines at once
+    pause -> flush -> send                on all engines at once
     every engine reports the version
     continue                              always, also after a failure
     canary on every engine
@@ -25,12 +25,15 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
+from rlcore.config.tree import TransportName
 from rlcore.errors import EngineError, SyncError
 from rlcore.rollout.client import EngineClient
 from rlcore.train.trainer import DType, Trainer
 from rlcore.weights import canary
+from rlcore.weights.distributed import DistributedTransport, Group, Members
+from rlcore.weights.group import DEVICES, Backend
 from rlcore.weights.transport import DiskTransport, TensorTransport, Transport, together
 
 if TYPE_CHECKING:
@@ -45,7 +48,7 @@ class SyncSpec:
     """The engines."""
     version: str
     """What they report afterwards."""
-    transport: Literal["disk", "tensor"]
+    transport: TransportName
     dtype: DType
     """In which the engines hold weights."""
     model_folder: Path
@@ -57,8 +60,21 @@ class SyncSpec:
     vocab_size: int
     context_length: int
     """Of the engines."""
+    starts: tuple[int, ...] = ()
+    """How often each engine was started: one that was started again is in no group."""
+    ranks_per_engine: int = 1
+    """Its tensor-parallel size."""
+    backend: Backend = "gloo"
+    """Of a group of trainer and engines."""
+    bucket_bytes: int = 512 * 2**20
+    """Most bytes that travel at once."""
     timeout_s: float = 600.0
     """For each request."""
+
+    @property
+    def device(self) -> str:
+        """Where weights have to lie to travel."""
+        return DEVICES[self.backend] if self.transport == "distributed" else "cpu"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +86,17 @@ class SyncReport:
 
 
 class WeightSync:
-    """One rank's end of all syncs of a run. Keeps its connections to the engines."""
+    """One rank's end of all syncs of a run. Keeps its connections to the engines.
 
-    def __init__(self, rank: int) -> None:
+    Args:
+        rank: of the trainer.
+        address: of rank 0's machine, as the engines see it.
+    """
+
+    def __init__(self, rank: int, address: str = "127.0.0.1") -> None:
         self._rank = rank
+        self._address = address
+        self._group = Group()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._clients: dict[str, EngineClient] = {}
 
@@ -89,11 +112,11 @@ class WeightSync:
             spec.canary_prompts, spec.vocab_size, spec.context_length
         )
         ours = trainer.log_probs(sequences)
-        tensors = trainer.named_tensors(spec.dtype)
+        tensors = trainer.named_tensors(spec.dtype, spec.device)
         try:
             if self._rank != 0:
                 return None
-            transport = _transport(spec)
+            transport = self._transport(spec)
             transport.prepare(tensors)
             prepared = time.perf_counter()
             push = self._push(spec, transport, tensors, sequences, ours)
@@ -107,6 +130,7 @@ class WeightSync:
 
     def close(self) -> None:
         """Drop the connections."""
+        self._group.close()
         if self._loop is not None:
             self._run(together(*(client.close() for client in self._clients.values())))
             self._loop.close()
@@ -147,6 +171,16 @@ class WeightSync:
             "seconds_canary": time.perf_counter() - paused,
         }
 
+    def _transport(self, spec: SyncSpec) -> Transport:
+        if spec.transport == "disk":
+            return DiskTransport(spec.scratch, spec.model_folder, spec.version, spec.dtype)
+        if spec.transport == "tensor":
+            return TensorTransport(spec.version, spec.bucket_bytes)
+        members = Members(
+            spec.urls, spec.starts, spec.ranks_per_engine, spec.backend, self._address
+        )
+        return DistributedTransport(self._group, members, spec.version, spec.bucket_bytes)
+
     def _engines(self, spec: SyncSpec) -> list[EngineClient]:
         if not spec.urls:
             raise SyncError("there are no engines to send the weights to")
@@ -169,9 +203,3 @@ async def _check_version(engine: EngineClient, version: str) -> None:
         raise SyncError(
             f"engine {engine.url} reports weight version {got!r} after an update to {version!r}"
         )
-
-
-def _transport(spec: SyncSpec) -> Transport:
-    if spec.transport == "disk":
-        return DiskTransport(spec.scratch, spec.model_folder, spec.version, spec.dtype)
-    return TensorTransport(spec.version)

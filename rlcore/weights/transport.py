@@ -1,11 +1,14 @@
 """How new weights travel: as a folder on a disk that both sides see, or over HTTP.
 
+The third way is `rlcore.weights.distributed`.
+
 `prepare` runs while the engines still work, `send` while they are paused.
 
 Invariants:
 - `disk`: a folder appears whole; that of the last confirmed version stays until the next is
   confirmed.
-- `tensor`: at most one bucket of weights is held, and it reaches every engine before the next one.
+- `tensor`: a bucket reaches every engine before the next one; while it is on its way the next is
+  gathered, and nothing beyond these two is held.
   Until the last bucket is in, the engines report the version with `PARTIAL` behind it.
 """
 
@@ -13,19 +16,21 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rlcore.rollout.client import EngineClient
 from rlcore.train.trainer import DType
-from rlcore.weights.export import NamedTensors, buckets, write_config, write_tensors
+from rlcore.weights.export import NamedTensors, buckets_and_last, write_config, write_tensors
+from rlcore.weights.wire import safetensors_parts
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-BUCKET_BYTES = 256 * 2**20
 PARTIAL = "-partial"
+Parts = Iterator[tuple[dict[str, "Tensor"], bool]]
+Deliver = Callable[[dict[str, "Tensor"], str], Awaitable[None]]
 
 
 class Transport(Protocol):
@@ -76,7 +81,7 @@ class DiskTransport:
 class TensorTransport:
     """Safetensors blobs within HTTP requests."""
 
-    def __init__(self, version: str, bucket_bytes: int = BUCKET_BYTES) -> None:
+    def __init__(self, version: str, bucket_bytes: int) -> None:
         self._version = version
         self._bucket_bytes = bucket_bytes
 
@@ -85,11 +90,9 @@ class TensorTransport:
 
     async def send(self, engines: Sequence[EngineClient], tensors: NamedTensors) -> None:
         """Bucket by bucket, each to all engines at once."""
-        from safetensors.torch import save
 
-        for bucket, last in with_last(buckets(tensors, self._bucket_bytes)):
-            blob = save(bucket)
-            version = self._version if last else self._version + PARTIAL
+        async def deliver(bucket: dict[str, Tensor], version: str) -> None:
+            blob = safetensors_parts(bucket)
             await together(
                 *(
                     e.update_weights_from_tensor(
@@ -99,17 +102,31 @@ class TensorTransport:
                 )
             )
 
+        await in_turn(buckets_and_last(tensors, self._bucket_bytes), self._version, deliver)
+
     def confirmed(self) -> None:
         """Nothing is left behind."""
 
 
-def with_last(items: Iterator[dict[str, Tensor]]) -> Iterator[tuple[dict[str, Tensor], bool]]:
-    """Each item, and whether it is the last."""
-    held = next(items, None)
-    while held is not None:
-        following = next(items, None)
-        yield held, following is None
-        held = following
+async def in_turn(parts: Parts, version: str, deliver: Deliver) -> None:
+    """Deliver buckets one after another; while one is on its way the next is gathered.
+
+    Args:
+        parts: see `buckets_and_last`.
+        version: that the engines report once the last bucket is in.
+        deliver: sends a bucket, and the version that it makes.
+    """
+    # In a thread, so that what is on its way goes on.
+    gathering = asyncio.ensure_future(asyncio.to_thread(next, parts, None))
+    while (part := await gathering) is not None:
+        bucket, last = part
+        gathering = asyncio.ensure_future(asyncio.to_thread(next, parts, None))
+        try:
+            await deliver(bucket, version if last else version + PARTIAL)
+        except BaseException:
+            # Whoever draws what is left must find nobody at it.
+            await asyncio.gather(gathering, return_exceptions=True)
+            raise
 
 
 async def together(*calls: Any) -> list[Any]:
