@@ -308,7 +308,7 @@ class Fleet:
             context_length=self._limits.context_length,
             starts=self._actors.engines.launches(urls),
             ranks_per_engine=cluster.rollout_num_gpus_per_engine if sglang else 1,
-            backend="nccl" if sglang else "gloo",
+            on_gpus=sglang and plan.cuda,
             bucket_bytes=weights.update_weight_buffer_size,
         )
 

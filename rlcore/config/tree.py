@@ -158,7 +158,7 @@ class WeightsConfig(Section):
     OPERATIONAL = frozenset({"update_weight_buffer_size"})
 
     transport: TransportName = "disk"
-    """`disk`: a folder that the engines load; `tensor`: over HTTP; `distributed`: by broadcast."""
+    """`disk`: a folder; `tensor`: HTTP, or memory of a shared GPU; `distributed`: by broadcast."""
     update_weight_buffer_size: PositiveInt = 512 * 2**20
     """Most bytes of weights that travel at once, but for a single larger tensor; not with disk."""
     canary_prompts: Annotated[int, Field(ge=1)] = 4
@@ -467,6 +467,28 @@ class RunConfig(Section):
                 "algorithm.use_opsm = true has no effect with train.num_steps_per_rollout = 1, "
                 "where the old policy is the one that is trained; set "
                 "algorithm.use_rollout_logprobs = true, or more steps"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _weights_have_a_way(self) -> "RunConfig":
+        transport, colocate = self.weights.transport, self.cluster.colocate
+        if self.rollout.engine != "sglang":
+            return self
+        if transport != "disk" and self.cluster.device == "cpu":
+            raise ValueError(
+                f"weights.transport = {transport!r} with rollout.engine = 'sglang' goes from GPU "
+                "to GPU, but cluster.device = 'cpu'; use 'disk'"
+            )
+        if transport == "tensor" and not colocate:
+            raise ValueError(
+                "weights.transport = 'tensor' with rollout.engine = 'sglang': engines read the "
+                "trainer's GPU memory, which needs cluster.colocate = true; use 'distributed'"
+            )
+        if transport == "distributed" and colocate:
+            raise ValueError(
+                "weights.transport = 'distributed' with cluster.colocate = true: NCCL has no group "
+                "with two members on one GPU; use 'tensor'"
             )
         return self
 

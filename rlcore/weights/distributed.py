@@ -1,7 +1,8 @@
 """Weights by broadcast: rank 0 of the trainer and all engines in one group, a bucket at a time.
 
 Invariants:
-- While a bucket is on its way the next is gathered; nothing beyond these two is held.
+- While a bucket is on its way the next is gathered; nothing beyond these two and the tensor that
+  comes then is held.
 - Until the last bucket is in, the engines report the version with `PARTIAL` behind it.
 - The group lasts from sync to sync as long as its engines are the same and none was started again;
   after any failure it is given up, and the next sync makes a new one.
@@ -19,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 from rlcore.errors import EngineError
 from rlcore.rollout.client import EngineClient, EngineUnavailable
-from rlcore.weights.export import NamedTensors, buckets_and_last
+from rlcore.weights.export import buckets_and_last
 from rlcore.weights.group import Backend, WeightGroup, open_group
-from rlcore.weights.transport import in_turn
+from rlcore.weights.transport import Buckets, Tensors, in_turn
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -181,17 +182,21 @@ class DistributedTransport:
         self._version = version
         self._bucket_bytes = bucket_bytes
 
-    def prepare(self, tensors: NamedTensors) -> None:
+    def parts(self, tensors: Tensors) -> Buckets:
+        """Buckets."""
+        return buckets_and_last(tensors, self._bucket_bytes)
+
+    def prepare(self, parts: Buckets) -> None:
         """Nothing: tensors are gathered while they are sent."""
 
-    async def send(self, engines: Sequence[EngineClient], tensors: NamedTensors) -> None:
+    async def send(self, engines: Sequence[EngineClient], parts: Buckets) -> None:
         """Bucket by bucket, each to all engines at once."""
         await self._group.form(engines, self._members)
 
         async def deliver(bucket: dict[str, Tensor], version: str) -> None:
             await self._group.deliver(engines, bucket, version)
 
-        await in_turn(buckets_and_last(tensors, self._bucket_bytes), self._version, deliver)
+        await in_turn(parts, self._version, deliver)
 
     def confirmed(self) -> None:
         """The group stays for the next sync."""

@@ -25,7 +25,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from rlcore.config.tree import TransportName
 from rlcore.errors import EngineError, SyncError
@@ -33,11 +33,9 @@ from rlcore.rollout.client import EngineClient
 from rlcore.train.trainer import DType, Trainer
 from rlcore.weights import canary
 from rlcore.weights.distributed import DistributedTransport, Group, Members
-from rlcore.weights.group import DEVICES, Backend
+from rlcore.weights.group import Backend
+from rlcore.weights.handles import HandleTransport
 from rlcore.weights.transport import DiskTransport, TensorTransport, Transport, together
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +62,8 @@ class SyncSpec:
     """How often each engine was started: one that was started again is in no group."""
     ranks_per_engine: int = 1
     """Its tensor-parallel size."""
-    backend: Backend = "gloo"
-    """Of a group of trainer and engines."""
+    on_gpus: bool = False
+    """The engines are SGLang servers on GPUs, and so is the trainer."""
     bucket_bytes: int = 512 * 2**20
     """Most bytes that travel at once."""
     timeout_s: float = 600.0
@@ -74,7 +72,7 @@ class SyncSpec:
     @property
     def device(self) -> str:
         """Where weights have to lie to travel."""
-        return DEVICES[self.backend] if self.transport == "distributed" else "cpu"
+        return "cuda" if self.on_gpus and self.transport != "disk" else "cpu"
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,17 +110,17 @@ class WeightSync:
             spec.canary_prompts, spec.vocab_size, spec.context_length
         )
         ours = trainer.log_probs(sequences)
-        tensors = trainer.named_tensors(spec.dtype, spec.device)
+        transport = self._transport(spec)
+        parts = transport.parts(trainer.named_tensors(spec.dtype, spec.device))
         try:
             if self._rank != 0:
                 return None
-            transport = self._transport(spec)
-            transport.prepare(tensors)
+            transport.prepare(parts)
             prepared = time.perf_counter()
-            push = self._push(spec, transport, tensors, sequences, ours)
+            push = self._push(spec, transport, parts, sequences, ours)
             metrics = self._run(push)
         finally:
-            for _ in tensors:
+            for _ in parts:
                 pass
         metrics["seconds_prepare"] = prepared - start
         metrics["seconds"] = time.perf_counter() - start
@@ -140,7 +138,7 @@ class WeightSync:
         self,
         spec: SyncSpec,
         transport: Transport,
-        tensors: Iterator[tuple[str, Tensor]],
+        parts: Iterator[Any],
         sequences: list[list[int]],
         ours: Sequence[Sequence[float]],
     ) -> dict[str, float]:
@@ -150,7 +148,7 @@ class WeightSync:
         try:
             await together(*(e.pause("abort") for e in engines))
             await together(*(e.flush_cache() for e in engines))
-            await transport.send(engines, tensors)
+            await transport.send(engines, parts)
             await together(*(_check_version(e, spec.version) for e in engines))
         except BaseException:
             # The first error is the one to tell; an engine that cannot go on is found by its own.
@@ -174,11 +172,13 @@ class WeightSync:
     def _transport(self, spec: SyncSpec) -> Transport:
         if spec.transport == "disk":
             return DiskTransport(spec.scratch, spec.model_folder, spec.version, spec.dtype)
+        each = spec.ranks_per_engine
+        if spec.transport == "tensor" and spec.on_gpus:
+            return HandleTransport(spec.version, spec.bucket_bytes, each)
         if spec.transport == "tensor":
             return TensorTransport(spec.version, spec.bucket_bytes)
-        members = Members(
-            spec.urls, spec.starts, spec.ranks_per_engine, spec.backend, self._address
-        )
+        backend: Backend = "nccl" if spec.on_gpus else "gloo"
+        members = Members(spec.urls, spec.starts, each, backend, self._address)
         return DistributedTransport(self._group, members, spec.version, spec.bucket_bytes)
 
     def _engines(self, spec: SyncSpec) -> list[EngineClient]:

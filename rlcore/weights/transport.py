@@ -8,7 +8,7 @@ Invariants:
 - `disk`: a folder appears whole; that of the last confirmed version stays until the next is
   confirmed.
 - `tensor`: a bucket reaches every engine before the next one; while it is on its way the next is
-  gathered, and nothing beyond these two is held.
+  gathered, and nothing beyond these two and the tensor that comes then is held.
   Until the last bucket is in, the engines report the version with `PARTIAL` behind it.
 """
 
@@ -22,24 +22,32 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from rlcore.rollout.client import EngineClient
 from rlcore.train.trainer import DType
-from rlcore.weights.export import NamedTensors, buckets_and_last, write_config, write_tensors
+from rlcore.weights.export import buckets_and_last, write_config, write_tensors
 from rlcore.weights.wire import safetensors_parts
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 PARTIAL = "-partial"
-Parts = Iterator[tuple[dict[str, "Tensor"], bool]]
+Tensors = Iterator[tuple[str, "Tensor"]]
+Buckets = Iterator[tuple[dict[str, "Tensor"], bool]]
 Deliver = Callable[[dict[str, "Tensor"], str], Awaitable[None]]
 
 
 class Transport(Protocol):
-    """One way for weights to reach engines; made anew for each sync."""
+    """One way for weights to reach engines; made anew for each sync, on every rank.
 
-    def prepare(self, tensors: NamedTensors) -> None:
+    What `parts` gives is gathered from all ranks, so all of them draw it to its end; the rest is
+    for rank 0.
+    """
+
+    def parts(self, tensors: Tensors) -> Iterator[Any]:
+        """What is to be sent."""
+
+    def prepare(self, parts: Iterator[Any]) -> None:
         """What can be done before the engines pause."""
 
-    async def send(self, engines: Sequence[EngineClient], tensors: NamedTensors) -> None:
+    async def send(self, engines: Sequence[EngineClient], parts: Iterator[Any]) -> None:
         """Give every engine all weights, the version with the last of them."""
 
     def confirmed(self) -> None:
@@ -56,17 +64,21 @@ class DiskTransport:
         self._dtype = dtype
         self.folder = root / f"weights-{version}"
 
-    def prepare(self, tensors: NamedTensors) -> None:
+    def parts(self, tensors: Tensors) -> Tensors:
+        """The tensors as they are."""
+        return tensors
+
+    def prepare(self, parts: Tensors) -> None:
         """Write the folder, one file a bucket."""
         staging = self._root / f".weights-{self._version}.partial"
         for old in (staging, self.folder):
             shutil.rmtree(old, ignore_errors=True)
         staging.mkdir(parents=True)
         write_config(self._model_folder, staging, self._dtype)
-        write_tensors(staging, tensors)
+        write_tensors(staging, parts)
         staging.rename(self.folder)
 
-    async def send(self, engines: Sequence[EngineClient], tensors: NamedTensors) -> None:
+    async def send(self, engines: Sequence[EngineClient], parts: Tensors) -> None:
         """Have the engines load the folder."""
         path = str(self.folder)
         await together(*(e.update_weights_from_disk(path, self._version) for e in engines))
@@ -85,10 +97,14 @@ class TensorTransport:
         self._version = version
         self._bucket_bytes = bucket_bytes
 
-    def prepare(self, tensors: NamedTensors) -> None:
+    def parts(self, tensors: Tensors) -> Buckets:
+        """Buckets."""
+        return buckets_and_last(tensors, self._bucket_bytes)
+
+    def prepare(self, parts: Buckets) -> None:
         """Nothing: tensors are gathered while they are sent."""
 
-    async def send(self, engines: Sequence[EngineClient], tensors: NamedTensors) -> None:
+    async def send(self, engines: Sequence[EngineClient], parts: Buckets) -> None:
         """Bucket by bucket, each to all engines at once."""
 
         async def deliver(bucket: dict[str, Tensor], version: str) -> None:
@@ -102,13 +118,13 @@ class TensorTransport:
                 )
             )
 
-        await in_turn(buckets_and_last(tensors, self._bucket_bytes), self._version, deliver)
+        await in_turn(parts, self._version, deliver)
 
     def confirmed(self) -> None:
         """Nothing is left behind."""
 
 
-async def in_turn(parts: Parts, version: str, deliver: Deliver) -> None:
+async def in_turn(parts: Buckets, version: str, deliver: Deliver) -> None:
     """Deliver buckets one after another; while one is on its way the next is gathered.
 
     Args:

@@ -90,7 +90,8 @@ def test_no_more_than_two_buckets_are_held(
     tracemalloc.stop()
     largest = max(t.nbytes for _, t in trainer.named_tensors("float32"))
     whole = sum(t.nbytes for _, t in trainer.named_tensors("float32"))
-    assert largest <= limit < most[0] <= 2 * limit < whole
+    # The tensor that did not fit into the second is there already.
+    assert limit < most[0] <= 2 * limit + largest < whole
     assert held[0] == 0
     assert bodies < 4 * 2**20
 
