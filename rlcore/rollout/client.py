@@ -52,7 +52,9 @@ class GenerateResult:
         log_probs: one a token, at the sampling temperature.
         finish_reason: `stop`, `length` or `abort`.
         text: decoded tokens.
-        weight_version: of the policy that generated.
+        weight_version: of the policy that generated the last token.
+        earlier_versions: of the policies before it, where weights changed under way and the engine
+            says so, in order.
         cached_tokens: prompt tokens found in the engine's cache.
         speculation: tokens drafted and accepted, by the names of `Sample.spec_info`; empty where
             the engine does not speculate.
@@ -67,6 +69,12 @@ class GenerateResult:
     cached_tokens: int = 0
     speculation: dict[str, int] = field(default_factory=dict)
     detail: dict[str, Any] = field(default_factory=dict)
+    earlier_versions: list[str] = field(default_factory=list)
+
+    @property
+    def weight_versions(self) -> list[str]:
+        """Of all policies that generated, in order."""
+        return [*self.earlier_versions, self.weight_version]
 
 
 class EngineClient:
@@ -174,6 +182,7 @@ class EngineClient:
                 cached_tokens=int(meta.get("cached_tokens") or 0),
                 speculation=speculation(meta),
                 detail=reason,
+                earlier_versions=_earlier(meta),
             )
         except (KeyError, TypeError, IndexError) as error:
             raise EngineError(
@@ -369,6 +378,13 @@ class EngineClient:
             else EngineError
         )
         raise kind(f"{self.url}{path} answered {reply.status_code}: {_said(reply.content)}")
+
+
+def _earlier(meta: Mapping[str, Any]) -> list[str]:
+    """Policies before the last one, of an engine that tells them."""
+    told = [str(version) for version, _ in meta.get("weight_versions") or []]
+    last = str(meta.get("weight_version", ""))
+    return [version for version in told if version != last]
 
 
 def _said(reply: Any) -> str:

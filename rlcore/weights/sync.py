@@ -6,6 +6,9 @@
     continue                              always, also after a failure
     canary on every engine
 
+With `pause_mode = "in_place"` nothing is ended and nothing flushed: requests wait, and go on with
+the new weights.
+
 The canary comes after `continue`, since a paused SGLang server holds `/generate` back until then. A
 failed canary fails the stage all the same, and so ends the iteration.
 
@@ -25,7 +28,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rlcore.config.tree import TransportName
 from rlcore.errors import EngineError, SyncError
@@ -66,6 +69,10 @@ class SyncSpec:
     """The engines are SGLang servers on GPUs, and so is the trainer."""
     bucket_bytes: int = 512 * 2**20
     """Most bytes that travel at once."""
+    pause_mode: Literal["abort", "in_place"] = "abort"
+    """`in_place`: what is generated meanwhile stays, with its cache, and goes on with the new
+    weights; tokens, and their log-probs, are of the policy that chose them.
+    """
     timeout_s: float = 600.0
     """For each request."""
 
@@ -146,12 +153,16 @@ class WeightSync:
         engines = self._engines(spec)
         start = time.perf_counter()
         try:
-            await together(*(e.pause("abort") for e in engines))
-            await together(*(e.flush_cache() for e in engines))
+            await together(*(e.pause(spec.pause_mode) for e in engines))
+            if spec.pause_mode == "abort":
+                await together(*(e.flush_cache() for e in engines))
             await transport.send(engines, parts)
             await together(*(_check_version(e, spec.version) for e in engines))
         except BaseException:
             # The first error is the one to tell; an engine that cannot go on is found by its own.
+            with contextlib.suppress(EngineError):
+                # Nothing goes on with weights of which some are old.
+                await together(*(e.pause("abort") for e in engines))
             with contextlib.suppress(EngineError):
                 await together(*(e.resume() for e in engines))
             raise
@@ -171,7 +182,10 @@ class WeightSync:
 
     def _transport(self, spec: SyncSpec) -> Transport:
         if spec.transport == "disk":
-            return DiskTransport(spec.scratch, spec.model_folder, spec.version, spec.dtype)
+            flush = spec.pause_mode == "abort"
+            return DiskTransport(
+                spec.scratch, spec.model_folder, spec.version, spec.dtype, flush_cache=flush
+            )
         each = spec.ranks_per_engine
         if spec.transport == "tensor" and spec.on_gpus:
             return HandleTransport(spec.version, spec.bucket_bytes, each)

@@ -57,7 +57,10 @@ class Transport(Protocol):
 class DiskTransport:
     """A safetensors folder below `root`, which engines of the same machine or file system load."""
 
-    def __init__(self, root: Path, model_folder: Path, version: str, dtype: DType) -> None:
+    def __init__(
+        self, root: Path, model_folder: Path, version: str, dtype: DType, flush_cache: bool
+    ) -> None:
+        self._flush_cache = flush_cache
         self._root = root
         self._model_folder = model_folder
         self._version = version
@@ -81,7 +84,12 @@ class DiskTransport:
     async def send(self, engines: Sequence[EngineClient], parts: Tensors) -> None:
         """Have the engines load the folder."""
         path = str(self.folder)
-        await together(*(e.update_weights_from_disk(path, self._version) for e in engines))
+        await together(
+            *(
+                e.update_weights_from_disk(path, self._version, flush_cache=self._flush_cache)
+                for e in engines
+            )
+        )
 
     def confirmed(self) -> None:
         """Remove the folders of other versions."""
