@@ -219,7 +219,10 @@ ROLLOUT = (
     Argument(
         "rollout-function-path",
         "str",
-        Joined("rollout.custom_rollout_function_path", "slime's `sft_rollout` is `run.mode`"),
+        Joined(
+            "rollout.custom_rollout_function_path",
+            "slime's `sft_rollout` and `fully_async_rollout` are `run.mode`",
+        ),
     ),
     Argument("rollout-temperature", "float", Setting("rollout.temperature")),
     Argument("rollout-top-p", "float", Setting("rollout.top_p")),

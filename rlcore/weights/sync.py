@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from rlcore.config.tree import TransportName
+from rlcore.config.weights import TransportName
 from rlcore.errors import EngineError, SyncError
 from rlcore.rollout.client import EngineClient
 from rlcore.train.trainer import DType, Trainer
