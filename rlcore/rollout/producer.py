@@ -171,10 +171,10 @@ class Producer:
             "rollout/epoch": cursor["epoch"] + cursor["offset"] / cursor["size"],
             "rollout/producer/in_flight_groups": float(len(in_flight)),
             "rollout/producer/whole_groups": float(len(self._whole)),
-            "rollout/producer/too_old_groups": float(self._too_old),
+            "rollout/producer/too_old_groups": float(self._too_old + self._supply.too_old),
             "rollout/producer/wait_seconds": waited,
         }
-        self._too_old = 0
+        self._too_old = self._supply.too_old = 0
         left = in_order([*self._whole, *blank, *self._supply.waiting])
         return RolloutBatch(samples, cursor, metrics, seconds, left)
 
