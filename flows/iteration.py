@@ -73,6 +73,23 @@ async def asynchronous(run: Run, run_id: str, i: int) -> Stages:
     return stages
 
 
+async def fully_asynchronous(run: Run, run_id: str, i: int) -> Stages:
+    """Take what is whole of what is generated without end, train, change weights under way."""
+    batch = await rollout(run_id, i, policy=run.policy_before(i))
+    scores = await reward(run_id, i, rollout=batch)
+    chosen = await select(run_id, i, rollout=batch, reward=scores)
+    state = await train(run_id, i, rollout=batch, reward=scores, filter=chosen)
+
+    stages: Stages = {"rollout": batch, "reward": scores, "filter": chosen, "train": state}
+    if run.sync_due(i):
+        stages["weight_sync"] = await weight_sync(run_id, i, train=state)
+    if run.eval_due(i):
+        stages["evaluate"] = await evaluate(run_id, i, policy=stages["weight_sync"])
+    if run.checkpoint_due(i):
+        stages["checkpoint"] = await checkpoint(run_id, i, train=state)
+    return stages
+
+
 async def rollout_only(run: Run, run_id: str, i: int) -> Stages:
     """Roll out by the starting model, score, filter; there is no trainer."""
     batch = await rollout(run_id, i, policy=None)
@@ -110,6 +127,7 @@ async def learn(run: Run, run_id: str, i: int, batch: Stages) -> Stages:
 MODES: dict[str, Callable[[Run, str, int], Awaitable[Stages]]] = {
     "sync": synchronous,
     "async": asynchronous,
+    "fully-async": fully_asynchronous,
     "debug-rollout-only": rollout_only,
     "debug-train-only": train_only,
     "sft": supervised,

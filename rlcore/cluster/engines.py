@@ -50,6 +50,7 @@ class Engines:
         self._maker = actor_class(EngineActor, num_gpus)
         self._actors = [self._maker.remote(spec, rank) for rank in range(count)]
         self._starts = [0] * count
+        self._launches = [0] * count
         self._relay = Relay()
 
     async def start(self) -> None:
@@ -86,6 +87,10 @@ class Engines:
             await gather(*(self._restart(rank, reason) for rank, reason in down.items()))
             return [self.urls[rank] for rank in down]
 
+    def launches(self, urls: Sequence[str]) -> tuple[int, ...]:
+        """How often the engines of these addresses were started, in all."""
+        return tuple(self._launches[self.urls.index(url)] for url in urls)
+
     def progressed(self) -> None:
         """An iteration was committed: what went down before it does not count any more."""
         self.restarts = 0
@@ -106,6 +111,7 @@ class Engines:
 
     async def _launch(self, rank: int, port: int | None) -> str:
         actor, what = self._actors[rank], f"engine {rank}"
+        self._launches[rank] += 1
         starting = actor.start.remote(str(START_VERSION), port)
         deadline_s = self._spec.start_timeout_s + START_GRACE_S
         try:

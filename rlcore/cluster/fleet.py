@@ -293,7 +293,8 @@ class Fleet:
                 await self._actors.trainer.sync(self._sync_spec(self.engine_version, urls))
 
     def _sync_spec(self, version: int, urls: Sequence[str]) -> SyncSpec:
-        weights, plan = self._config.weights, self._plan
+        weights, plan, cluster = self._config.weights, self._plan, self._config.cluster
+        sglang = self._config.rollout.engine == "sglang"
         return SyncSpec(
             urls=tuple(urls),
             version=str(version),
@@ -306,6 +307,11 @@ class Fleet:
             canary_tolerance=self._config.canary_tolerance,
             vocab_size=self._limits.vocab_size,
             context_length=self._limits.context_length,
+            starts=self._actors.engines.launches(urls),
+            ranks_per_engine=cluster.rollout_num_gpus_per_engine if sglang else 1,
+            on_gpus=sglang and plan.cuda,
+            bucket_bytes=weights.update_weight_buffer_size,
+            pause_mode="in_place" if self._config.is_fully_async else "abort",
         )
 
     async def export(self, i: int) -> Work:

@@ -94,6 +94,7 @@ def rollout_plan(plan: FleetPlan) -> RolloutPlan:
         num_gpus=config.cluster.rollout_num_gpus,
         slime=slime_args_of(config),
         supervised=config.run.mode == "sft",
+        keep_on_for=config.train.num_iterations if config.is_fully_async else None,
     )
 
 

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +45,7 @@ from rlcore.rollout.metrics import reward_metrics
 from rlcore.rollout.own_evaluation import OwnEvaluation
 from rlcore.rollout.own_source import OwnSource, SourceArgs
 from rlcore.rollout.pool import EnginePool
+from rlcore.rollout.producer import Endless, Producer
 from rlcore.rollout.rewards.protocol import Score
 from rlcore.rollout.rewards.scorer import Scorer
 from rlcore.rollout.stored import (
@@ -57,7 +59,7 @@ from rlcore.rollout.stored import (
     scored_of,
     write_rows,
 )
-from rlcore.rollout.supply import RolloutRequest
+from rlcore.rollout.supply import RolloutRequest, Supply
 from rlcore.rollout.teacher import ask_teacher
 from rlcore.sample import Sample
 from rlcore.slime.compat import state as slime
@@ -90,6 +92,8 @@ class RolloutPlan:
         num_gpus: of all engines, for the metrics.
         slime: slime's `args`, where plugins written for it are to run.
         supervised: rows are learned as they are: nothing is generated, scored or filtered.
+        keep_on_for: generation goes on from one rollout to the next, for so many iterations of the
+            run; None: each rollout is made on its own.
     """
 
     run_id: str
@@ -106,6 +110,7 @@ class RolloutPlan:
     num_gpus: int = 1
     slime: dict[str, Any] | None = None
     supervised: bool = False
+    keep_on_for: int | None = None
 
 
 @dataclass(frozen=True)
@@ -148,6 +153,7 @@ class RolloutActor:
         self._objects = Objects.open(plan.root, plan.options)
         self._epoch = -1
         self._pool: EnginePool | None = None
+        self._endless = Endless()
         slime.activate(plan.slime)
         self._scorer = Scorer(plan.reward)
         if not plan.supervised:
@@ -183,15 +189,7 @@ class RolloutActor:
 
     async def set_engines(self, urls: list[str]) -> None:
         """Generate with these engines from now on."""
-        config, old = self._plan.rollout, self._pool
-        self._pool = EnginePool(
-            urls,
-            (await self._loaded()).limits,
-            concurrency=config.concurrency,
-            retries=config.request_retries,
-            timeout_s=config.request_timeout_s,
-            patience_s=config.start_timeout_s,
-        )
+        old, self._pool = self._pool, self._new_pool(urls, (await self._loaded()).limits)
         if old is not None:
             await old.close()
 
@@ -261,6 +259,9 @@ class RolloutActor:
             return await asyncio.to_thread(
                 demonstrate, request, loaded.dataset, loaded.tokenizer, plan.data, count, limits
             )
+        if plan.keep_on_for is not None:
+            new = partial(self._producer, request, loaded, plan.keep_on_for)
+            return await self._endless.take(request, new)
         pool = self._engines()
         self._hooks = Hooks(plan.rollout, plan.reward.reward_key)
         return await rollout(
@@ -276,6 +277,14 @@ class RolloutActor:
             hooks=self._hooks,
             source=self._source(loaded, (request.cursor or {}).get("source")),
         )
+
+    def _producer(self, request: RolloutRequest, loaded: _Loaded, iterations: int) -> Producer:
+        plan = self._plan
+        # Of its own, since it takes what others may not: policies that change under way.
+        pool = self._new_pool(self._engines().urls, loaded.limits)
+        generator = Generator(plan.rollout, loaded.tokenizer, pool)
+        supply = Supply(request, loaded.dataset, loaded.tokenizer, plan.rollout)
+        return Producer(supply, plan.rollout, generator, iterations, plan.num_gpus)
 
     async def reward(
         self,
@@ -386,6 +395,7 @@ class RolloutActor:
         """End the scorer processes and close the connections."""
         for scorer in {self._scorer, self._eval_scorer}:
             await asyncio.to_thread(scorer.close)
+        await self._endless.close()
         if self._pool is not None:
             await self._pool.close()
 
@@ -426,6 +436,17 @@ class RolloutActor:
             return None
         args = SourceArgs(plan.rollout, plan.data, loaded.dataset, loaded.tokenizer, plan.seed)
         return OwnSource(path, args, state)
+
+    def _new_pool(self, urls: Sequence[str], limits: Limits) -> EnginePool:
+        config = self._plan.rollout
+        return EnginePool(
+            urls,
+            limits,
+            concurrency=config.concurrency,
+            retries=config.request_retries,
+            timeout_s=config.request_timeout_s,
+            patience_s=config.start_timeout_s,
+        )
 
     def _engines(self) -> EnginePool:
         if self._pool is None:

@@ -151,6 +151,7 @@ class TrainerActor:
             world_size=self._world,
             timeout=timeout,
         )
+        self._sync = WeightSync(self._rank, address)
         names: list[str] = [""] * self._world
         dist.all_gather_object(names, socket.gethostname())
         self._node_ranks = [r for r, name in enumerate(names) if name == names[self._rank]]

@@ -76,9 +76,9 @@ class RolloutConfig(Section):
     mask_offpolicy_in_partial_rollout: bool = False
     """Do not train on tokens of older policies; kept groups that were whole are begun anew."""
     async_buffer_size: PositiveInt = 1
-    """Rollouts that `run.mode = "async"` makes ahead of the one that is trained on."""
+    """Rollouts, or their worth of groups, that the modes `async` and `fully-async` are ahead."""
     update_weights_interval: PositiveInt = 1
-    """Iterations between two weight syncs in that mode."""
+    """Iterations between two weight syncs in those modes."""
     max_staleness: Annotated[int, Field(ge=0)] | None = None
     """Most iterations that the policy of any token may lie behind; default: as the mode needs."""
     num_engines: PositiveInt | None = None

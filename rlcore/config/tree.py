@@ -19,6 +19,9 @@ from urllib.parse import urlsplit
 
 from pydantic import ConfigDict, Field, model_validator
 
+from rlcore.config.ahead import AGAINST_STALENESS, AHEAD, check_ahead
+from rlcore.config.ahead import WITHOUT_ENGINES as WITHOUT_ENGINES
+from rlcore.config.ahead import WITHOUT_TRAINER as WITHOUT_TRAINER
 from rlcore.config.algorithm import AlgorithmConfig as AlgorithmConfig
 from rlcore.config.data import DataConfig as DataConfig
 from rlcore.config.data import EvalConfig as EvalConfig
@@ -35,13 +38,9 @@ from rlcore.config.section import PositiveInt as PositiveInt
 from rlcore.config.section import Scalar as Scalar
 from rlcore.config.section import Section as Section
 from rlcore.config.tracking import TrackingConfig as TrackingConfig
+from rlcore.config.weights import WeightsConfig as WeightsConfig
+from rlcore.config.weights import check_transport
 
-WITHOUT_TRAINER = frozenset({"debug-rollout-only"})
-"""Modes in which nothing is trained."""
-WITHOUT_ENGINES = frozenset({"debug-train-only", "sft"})
-"""Modes in which nothing is generated."""
-AGAINST_STALENESS = frozenset({"use_tis", "use_rollout_logprobs"})
-"""Settings of [algorithm] that correct for samples of an older policy."""
 FOR_GENERATING = (
     ("rollout", "custom_rollout_function_path"),
     ("rollout", "custom_generate_function_path"),
@@ -62,7 +61,9 @@ class RunSection(Section):
 
     id: Annotated[str, Field(pattern=r"^([a-z0-9][a-z0-9._-]{0,79})?$")] = ""
     """Name of the run: lower-case letters, digits, '.', '_', '-'. Empty: one is made up."""
-    mode: Literal["sync", "async", "debug-rollout-only", "debug-train-only", "sft"] = "sync"
+    mode: Literal[
+        "sync", "async", "fully-async", "debug-rollout-only", "debug-train-only", "sft"
+    ] = "sync"
     """Which stages an iteration has, and which actors the run; see docs/modes.md."""
     train_from: Annotated[str, Field(pattern=r"^([a-z0-9][a-z0-9._-]{0,79})?$")] = ""
     """A run of the same root whose stored batches `debug-train-only` trains on."""
@@ -146,28 +147,6 @@ class TrainConfig(Section):
             raise ValueError(
                 f"train.lr_min = {self.lr_min} is above train.lr = {self.lr}, "
                 f"but train.lr_schedule = {self.lr_schedule!r} ends at train.lr_min"
-            )
-        return self
-
-
-class WeightsConfig(Section):
-    """How new weights reach the engines."""
-
-    transport: Literal["disk", "tensor"] = "disk"
-    """`disk`: a safetensors folder that the engines load; `tensor`: over HTTP."""
-    canary_prompts: Annotated[int, Field(ge=1)] = 4
-    """Fixed token sequences whose log-probs engine and trainer must agree on after each sync."""
-    canary_tolerance: Annotated[float, Field(gt=0)] | None = None
-    """Largest mean absolute difference; default: 1e-4 where both compute in float32, else 0.1."""
-    custom_update_weight_post_write_path: FunctionPath | None = None
-    """A function `(args, version_dir, rollout_engines)` that is told of each folder of weights."""
-
-    @model_validator(mode="after")
-    def _something_is_written(self) -> "WeightsConfig":
-        if self.custom_update_weight_post_write_path and self.transport != "disk":
-            raise ValueError(
-                "weights.custom_update_weight_post_write_path is about the folders of "
-                "weights.transport = 'disk'; use that, or remove it"
             )
         return self
 
@@ -300,7 +279,7 @@ class RunConfig(Section):
     @classmethod
     def _old_samples_are_weighed(cls, tree: Any) -> Any:
         run = tree.get("run") if isinstance(tree, dict) else None
-        if not (isinstance(run, dict) and run.get("mode") == "async"):
+        if not (isinstance(run, dict) and run.get("mode") in AHEAD):
             return tree
         algorithm = tree.get("algorithm", {})
         if not isinstance(algorithm, dict) or algorithm.get("loss_type") == "sft_loss":
@@ -311,38 +290,8 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _rollouts_ahead_agree(self) -> "RunConfig":
-        rollout, most, interval = self.rollout, self.rollout.max_staleness, self.eval.eval_interval
-        every = rollout.update_weights_interval
-        if not self.is_async:
-            for key in ("async_buffer_size", "update_weights_interval"):
-                if getattr(rollout, key) != 1:
-                    raise ValueError(
-                        f"rollout.{key} = {getattr(rollout, key)} is for run.mode = 'async' alone"
-                    )
-            grows = rollout.partial_rollout and self.trains and self.generates
-            if most is not None and not grows:
-                raise ValueError(
-                    f"rollout.max_staleness = {most}, but no token is ever of an older policy: it "
-                    "is for run.mode = 'async' and rollout.partial_rollout = true"
-                )
-            return self
-        if self.cluster.colocate:
-            raise ValueError(
-                "cluster.colocate = true with run.mode = 'async': engines generate while the "
-                "trainer trains, so they cannot share GPUs; give each its own, or use 'sync'"
-            )
-        if most is not None and most < self.lag:
-            raise ValueError(
-                f"rollout.max_staleness = {most}, but with rollout.async_buffer_size = "
-                f"{rollout.async_buffer_size} and rollout.update_weights_interval = {every} "
-                f"samples are up to {self.lag} iterations old; lower these, or raise it"
-            )
-        if interval is not None and interval % every:
-            raise ValueError(
-                f"eval.eval_interval = {interval} is no multiple of "
-                f"rollout.update_weights_interval = {every}: between weight syncs the engines do "
-                "not hold the model that was trained last"
-            )
+        check_ahead(self)
+        check_transport(self)
         return self
 
     @model_validator(mode="after")
@@ -460,7 +409,11 @@ class RunConfig(Section):
         algorithm, steps = self.algorithm, self.train.num_steps_per_rollout
         late = self.rollout.partial_rollout or self.is_async
         if algorithm.true_on_policy_mode and (steps > 1 or late):
-            other = "run.mode = 'async'" if self.is_async else "rollout.partial_rollout = true"
+            other = (
+                f"run.mode = {self.run.mode!r}"
+                if self.is_async
+                else "rollout.partial_rollout = true"
+            )
             if steps > 1:
                 other = f"train.num_steps_per_rollout = {steps}"
             raise ValueError(
@@ -509,26 +462,36 @@ class RunConfig(Section):
     @property
     def is_async(self) -> bool:
         """Whether the next rollouts are made while one is trained on."""
-        return self.run.mode == "async"
+        return self.run.mode in AHEAD
+
+    @property
+    def is_fully_async(self) -> bool:
+        """Whether generation goes on across iterations, and weights change under way."""
+        return self.run.mode == "fully-async"
 
     @property
     def lag(self) -> int:
         """Iterations that the policy of a rollout may lie behind the one that is trained on it."""
         if not self.is_async:
             return 0
-        return self.rollout.async_buffer_size + self.rollout.update_weights_interval - 1
+        most = self.rollout.async_buffer_size + self.rollout.update_weights_interval - 1
+        # A group may be begun in one iteration, before the weight sync, and end in a later one.
+        return most + 1 if self.is_fully_async else most
 
     def policy_version(self, iteration: int) -> int:
         """The policy that makes the rollout of an iteration: the model after so many iterations.
 
-        Asynchronously it is begun `async_buffer_size` iterations before, by what the last weight
-        sync until then has given the engines. It follows from these settings, and not from time.
+        In the mode `async` it is begun `async_buffer_size` iterations before, by what the last
+        weight sync until then has given the engines; in the mode `fully-async` this is the newest
+        of its policies. It follows from these settings, and not from time.
         """
         if not self.trains:
             return 0
         if not self.is_async:
             return iteration
         every = self.rollout.update_weights_interval
+        if self.is_fully_async:
+            return iteration // every * every
         return max(0, iteration - self.rollout.async_buffer_size) // every * every
 
     @property

@@ -9,7 +9,6 @@ Invariants:
 """
 
 import asyncio
-import base64
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -21,6 +20,7 @@ import httpx
 import orjson
 
 from rlcore.errors import EngineError
+from rlcore.rollout.blobs import Blob, with_blobs
 from rlcore.rollout.limits import Limits, check_request
 
 
@@ -52,7 +52,9 @@ class GenerateResult:
         log_probs: one a token, at the sampling temperature.
         finish_reason: `stop`, `length` or `abort`.
         text: decoded tokens.
-        weight_version: of the policy that generated.
+        weight_version: of the policy that generated the last token.
+        earlier_versions: of the policies before it, where weights changed under way and the engine
+            says so, in order.
         cached_tokens: prompt tokens found in the engine's cache.
         speculation: tokens drafted and accepted, by the names of `Sample.spec_info`; empty where
             the engine does not speculate.
@@ -67,6 +69,12 @@ class GenerateResult:
     cached_tokens: int = 0
     speculation: dict[str, int] = field(default_factory=dict)
     detail: dict[str, Any] = field(default_factory=dict)
+    earlier_versions: list[str] = field(default_factory=list)
+
+    @property
+    def weight_versions(self) -> list[str]:
+        """Of all policies that generated, in order."""
+        return [*self.earlier_versions, self.weight_version]
 
 
 class EngineClient:
@@ -174,6 +182,7 @@ class EngineClient:
                 cached_tokens=int(meta.get("cached_tokens") or 0),
                 speculation=speculation(meta),
                 detail=reason,
+                earlier_versions=_earlier(meta),
             )
         except (KeyError, TypeError, IndexError) as error:
             raise EngineError(
@@ -254,29 +263,59 @@ class EngineClient:
 
     async def update_weights_from_tensor(
         self,
-        blobs: Sequence[str | bytes],
+        blobs: Sequence[Blob],
         version: str,
         *,
         load_format: str | None = None,
         flush_cache: bool = True,
     ) -> None:
-        """Send tensors over the wire.
+        """Send tensors over the wire, piece by piece: no copy of them is made.
 
         Args:
-            blobs: one for each tensor-parallel rank of the engine; bytes are sent as base64.
+            blobs: one for each tensor-parallel rank of the engine: text as it is, bytes or parts of
+                them as base64.
             version: of the weights once they are in.
             load_format: how the blobs are packed, where the server must be told.
             flush_cache: empty the KV cache, which belongs to the old weights.
         """
-        texts = [b if isinstance(b, str) else base64.b64encode(b).decode("ascii") for b in blobs]
-        body: dict[str, Any] = {
-            "serialized_named_tensors": texts,
-            "weight_version": version,
-            "flush_cache": flush_cache,
-        }
+        body: dict[str, Any] = {"weight_version": version, "flush_cache": flush_cache}
         if load_format is not None:
             body["load_format"] = load_format
-        await self._update("/update_weights_from_tensor", body)
+        path = "/update_weights_from_tensor"
+        self._check_updated(path, await self._json("POST", path, body, blobs))
+
+    async def init_weights_update_group(self, body: dict[str, Any]) -> None:
+        """Have the engine's ranks join a group for weights, from the rank `rank_offset` on.
+
+        Args:
+            body: of the request: master_address, master_port, rank_offset, world_size, group_name
+                and backend.
+        """
+        await self._update("/init_weights_update_group", body)
+
+    async def update_weights_from_distributed(
+        self, tensors: Sequence[tuple[str, str, list[int]]], group_name: str, version: str
+    ) -> None:
+        """Have the engine take tensors that rank 0 of a group broadcasts, and keep its cache.
+
+        Args:
+            tensors: name, dtype and shape of each, in the order in which they come.
+            group_name: of the group.
+            version: of the weights once they are in.
+        """
+        body = {
+            "names": [name for name, _, _ in tensors],
+            "dtypes": [dtype for _, dtype, _ in tensors],
+            "shapes": [shape for _, _, shape in tensors],
+            "group_name": group_name,
+            "flush_cache": False,
+            "weight_version": version,
+        }
+        await self._update("/update_weights_from_distributed", body)
+
+    async def destroy_weights_update_group(self, group_name: str) -> None:
+        """Have the engine leave a group."""
+        await self._update("/destroy_weights_update_group", {"group_name": group_name})
 
     async def release_memory(self, tags: Sequence[str] = ("kv_cache", "weights")) -> None:
         """Give GPU memory back until `resume_memory`."""
@@ -289,13 +328,21 @@ class EngineClient:
     # --- HTTP -------------------------------------------------------------------------------------
 
     async def _update(self, path: str, body: dict[str, Any]) -> None:
-        reply = await self._json("POST", path, body)
+        self._check_updated(path, await self._json("POST", path, body))
+
+    def _check_updated(self, path: str, reply: Any) -> None:
         # A server may say 200 and yet have failed: only the body counts.
         if not (isinstance(reply, dict) and reply.get("success")):
             raise EngineError(f"{self.url}{path} failed: {_said(reply)}")
 
-    async def _json(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-        content = await self._send(method, path, body)
+    async def _json(
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None = None,
+        blobs: Sequence[Blob] | None = None,
+    ) -> Any:
+        content = await self._send(method, path, body, blobs)
         try:
             return orjson.loads(content)
         except orjson.JSONDecodeError:
@@ -303,9 +350,18 @@ class EngineClient:
                 f"{self.url}{path} answered no JSON: {content[:200].decode(errors='replace')!r}"
             ) from None
 
-    async def _send(self, method: str, path: str, body: dict[str, Any] | None = None) -> bytes:
-        content = None if body is None else orjson.dumps(body)
-        headers = None if body is None else {"Content-Type": "application/json"}
+    async def _send(
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None = None,
+        blobs: Sequence[Blob] | None = None,
+    ) -> bytes:
+        content: Any = None if body is None else orjson.dumps(body)
+        headers = {} if body is None else {"Content-Type": "application/json"}
+        if blobs is not None:
+            content, length = with_blobs(content, "serialized_named_tensors", blobs)
+            headers["Content-Length"] = str(length)
         try:
             reply = await self._http.request(
                 method, f"{self.url}{path}", content=content, headers=headers
@@ -322,6 +378,13 @@ class EngineClient:
             else EngineError
         )
         raise kind(f"{self.url}{path} answered {reply.status_code}: {_said(reply.content)}")
+
+
+def _earlier(meta: Mapping[str, Any]) -> list[str]:
+    """Policies before the last one, of an engine that tells them."""
+    told = [str(version) for version, _ in meta.get("weight_versions") or []]
+    last = str(meta.get("weight_version", ""))
+    return [version for version in told if version != last]
 
 
 def _said(reply: Any) -> str:

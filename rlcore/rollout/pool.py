@@ -15,7 +15,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rlcore.errors import EngineError
@@ -68,6 +68,8 @@ class EnginePool:
 
     Attributes:
         version: policy version that the engines must hold; None: any.
+        oldest: where weights change while requests are in flight, the oldest version that will do;
+            `version` is then the newest that is known of.
         aborting: whether all requests are being ended, as somebody asked.
     """
 
@@ -90,6 +92,7 @@ class EnginePool:
         self._pause_s = pause_s
         self._patience_s = patience_s
         self.version: str | None = None
+        self.oldest: int | None = None
         self.aborting = False
         self._engines = [_Engine(EngineClient(url, limits, timeout_s)) for url in urls]
         self._changed = asyncio.Condition()
@@ -106,6 +109,17 @@ class EnginePool:
     def total_concurrency(self) -> int:
         """Samples in flight at all engines."""
         return self.concurrency * len(self._engines)
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether weights change while requests are in flight."""
+        return self.oldest is not None
+
+    def accepts(self, version: str) -> bool:
+        """Whether what a policy version generates will do."""
+        if self.oldest is not None:
+            return version.isdecimal() and int(version) >= self.oldest
+        return self.version is None or version == self.version
 
     async def close(self) -> None:
         """Close the connections."""
@@ -183,8 +197,11 @@ class EnginePool:
             try:
                 async with self._lease(len(open_), avoid=failed_on) as engine:
                     failed_on = engine
+                    sent = self.version
                     found = await engine.client.generate([requests[k] for k in open_])
                     self._check_version(engine, found)
+                    if self.goes_on:
+                        found = [_with_first(result, sent) for result in found]
             except EngineUnavailable as error:
                 if self.aborting:
                     break
@@ -208,8 +225,8 @@ class EnginePool:
     def _check_version(self, engine: _Engine, found: Sequence[GenerateResult]) -> None:
         """Have an engine with other weights left alone until it holds the right ones."""
         # What was ended before it began came from no policy.
-        other = {r.weight_version for r in found if r.tokens} - {self.version}
-        if self.version is not None and other:
+        other = {v for r in found if r.tokens for v in r.weight_versions if not self.accepts(v)}
+        if other:
             engine.failures = FAILURES_UNTIL_UNHEALTHY
             raise EngineUnavailable(
                 f"{engine.client.url} generated with policy version {min(other)!r}, not "
@@ -271,6 +288,17 @@ class EnginePool:
         if not await client.health():
             return False
         try:
-            return self.version is None or await client.weight_version() == self.version
+            any_will_do = self.version is None and self.oldest is None
+            return any_will_do or self.accepts(await client.weight_version())
         except EngineError:
             return False
+
+
+def _with_first(result: GenerateResult, sent: str | None) -> GenerateResult:
+    """An answer that names the policy by which it may have begun.
+
+    SGLang tells the last one alone. What was known when the request was sent is not newer than the
+    first.
+    """
+    known = sent is None or result.earlier_versions or result.weight_version == sent
+    return result if known else replace(result, earlier_versions=[str(sent)])

@@ -121,6 +121,10 @@ class Supply:
         self._sort(picked)
         return self._ready(picked.groups, n - len(picked.groups))
 
+    def forget(self) -> None:
+        """Drop `groups` and `before`: whoever asks without end has no use for them."""
+        self.groups, self.before = [], {}
+
     def _sort(self, picked: Picked) -> None:
         self.waiting = picked.waiting
         self.gone += picked.gone

@@ -60,7 +60,11 @@ TRAIN = (
         "str",
         Held("all weights are sent, and proved to have arrived", ("full",)),
     ),
-    Argument("update-weight-transport", "str", Joined("weights.transport")),
+    Argument(
+        "update-weight-transport",
+        "str",
+        Joined("weights.transport", "`nccl` is `tensor` with `--colocate`, else `distributed`"),
+    ),
     flag("release-train", Refused("trainers stay; a killed one comes back from its saved state")),
     Argument(
         "update-weight-disk-dir",
@@ -215,7 +219,10 @@ ROLLOUT = (
     Argument(
         "rollout-function-path",
         "str",
-        Joined("rollout.custom_rollout_function_path", "slime's `sft_rollout` is `run.mode`"),
+        Joined(
+            "rollout.custom_rollout_function_path",
+            "slime's `sft_rollout` and `fully_async_rollout` are `run.mode`",
+        ),
     ),
     Argument("rollout-temperature", "float", Setting("rollout.temperature")),
     Argument("rollout-top-p", "float", Setting("rollout.top_p")),
@@ -256,7 +263,7 @@ ROLLOUT = (
         Refused("metrics are stored as they are; `sluice sql` computes others from the samples"),
     ),
     Argument("buffer-filter-path", "str", Setting("rollout.buffer_filter_path")),
-    Argument("update-weight-buffer-size", "int", Held("weights are sent in parts of bounded size")),
+    Argument("update-weight-buffer-size", "int", Setting("weights.update_weight_buffer_size")),
     Argument(
         "update-weights-interval",
         "int",

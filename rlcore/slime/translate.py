@@ -30,7 +30,7 @@ SFT_ROLLOUT = "slime.rollout.sft_rollout.generate_rollout"
 BUILT_IN_SOURCE = "slime.rollout.data_source.RolloutDataSourceWithBuffer"
 ICEPOP = "slime.backends.megatron_utils.loss.icepop_function"
 STREAMING = "slime.rollout.sglang_streaming_rollout.generate_streaming"
-FULLY_ASYNC = "slime.rollout.fully_async_rollout."
+FULLY_ASYNC = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
 ASYNC_SCRIPT = "train_async.py"
 SCRIPTS = ("train.py", ASYNC_SCRIPT)
 PLUGINS = (
@@ -227,10 +227,11 @@ def _mode(given: dict[str, Any], done: Translation) -> None:
             f"--update-weights-interval {every}: train.py syncs after every iteration, as "
             f"run.mode = 'sync' does; for run.mode = 'async' begin the line with {ASYNC_SCRIPT}"
         )
-    if str(given.get("rollout-function-path")).startswith(FULLY_ASYNC):
+    endless = given.get("rollout-function-path") == FULLY_ASYNC
+    if endless and ASYNC_SCRIPT not in given:
         raise ConfigError(
-            f"--rollout-function-path {given['rollout-function-path']}: rollouts have an end here; "
-            f"{ASYNC_SCRIPT} without it is run.mode = 'async', rollout.async_buffer_size ahead"
+            f"--rollout-function-path {FULLY_ASYNC} is for {ASYNC_SCRIPT}: train.py waits for each "
+            "rollout; begin the line with that"
         )
     if learns:
         _set(done, "run.mode", "sft")
@@ -242,7 +243,7 @@ def _mode(given: dict[str, Any], done: Translation) -> None:
             f"or learn a data set by --rollout-function-path {SFT_ROLLOUT}"
         )
     elif ASYNC_SCRIPT in given and "debug-rollout-only" not in given:
-        _set(done, "run.mode", "async")
+        _set(done, "run.mode", "fully-async" if endless else "async")
         _set(done, "rollout.update_weights_interval", every)
         if "use-tis" not in given and "use-rollout-logprobs" not in given:
             why = "algorithm.use_tis = true: samples are of an older policy; slime leaves it off"
@@ -281,7 +282,8 @@ def _defaults(given: dict[str, Any], done: Translation) -> None:
     transport = given.get("update-weight-transport", "nccl")
     if transport not in ("nccl", "disk"):
         raise ConfigError(f"--update-weight-transport {transport}: nccl or disk")
-    _set(done, "weights.transport", "disk" if transport == "disk" else "tensor")
+    over_nccl = "tensor" if given.get("colocate") else "distributed"
+    _set(done, "weights.transport", "disk" if transport == "disk" else over_nccl)
 
 
 def _batches(given: dict[str, Any], done: Translation) -> None:
@@ -330,7 +332,7 @@ def _store(given: dict[str, Any], done: Translation) -> None:
 
 def _functions(given: dict[str, Any], done: Translation) -> None:
     path = given.get("rollout-function-path", BUILT_IN_ROLLOUT)
-    if path not in (BUILT_IN_ROLLOUT, SFT_ROLLOUT):
+    if path not in (BUILT_IN_ROLLOUT, SFT_ROLLOUT, FULLY_ASYNC):
         _set(done, "rollout.custom_rollout_function_path", path)
     generate = given.get("custom-generate-function-path")
     if generate == STREAMING:
@@ -349,7 +351,7 @@ def _functions(given: dict[str, Any], done: Translation) -> None:
     source = given.get("data-source-path", BUILT_IN_SOURCE)
     if source != BUILT_IN_SOURCE:
         _set(done, "rollout.data_source_path", source)
-    built_in = {BUILT_IN_ROLLOUT, SFT_ROLLOUT, BUILT_IN_SOURCE, ICEPOP, STREAMING}
+    built_in = {BUILT_IN_ROLLOUT, SFT_ROLLOUT, FULLY_ASYNC, BUILT_IN_SOURCE, ICEPOP, STREAMING}
     built_in |= BUILT_IN_FILTERS.keys()
     named = [given[name] for name in PLUGINS if name in given]
     if any(isinstance(one, list) or one not in built_in for one in named):

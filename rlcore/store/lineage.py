@@ -2,8 +2,8 @@
 
 What a run must hold, and so what the stages put into their manifests:
 - `inputs` names stages of the same iteration by their names. `policy` is the weight sync that made
-  the policy: for rollout that of the iteration before, or, of `run.mode = "async"`, the one that
-  made its `policy_version`; for other stages that of the same iteration.
+  the policy: for rollout that of the iteration before, or, in modes that roll out ahead, the one
+  that made its `policy_version`; for other stages that of the same iteration.
 - rollout: `cursor` = {epoch, offset, next_epoch, next_offset, size}, where its new prompts begin in
   the data plan and where the next ones do; `extra["buffer"]`, if it left groups that it did not
   use, has them in its files and their `places` = [[epoch, offset], ...]; `extra["dropped"]`,
@@ -38,8 +38,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from rlcore.config.ahead import AHEAD, WITHOUT_ENGINES, WITHOUT_TRAINER
 from rlcore.config.digest import tree_digest
-from rlcore.config.tree import WITHOUT_ENGINES, WITHOUT_TRAINER
 from rlcore.errors import NotFound, StoreError
 from rlcore.sample import Status
 from rlcore.store import paths
@@ -119,7 +119,7 @@ class _Verifier:
         # Elsewhere every rollout is the starting model's, or another run's.
         mode = config.get("run", {}).get("mode")
         self._syncs = mode not in WITHOUT_TRAINER | WITHOUT_ENGINES
-        self._async = mode == "async"
+        self._async = mode in AHEAD
         self._lag = _lag(config.get("rollout", {}))
         self._policies: dict[int, str] = {}
         self._cursor: dict[str, Any] | None = None

@@ -126,8 +126,8 @@ class Trainer(Protocol):
     def log_probs(self, sequences: list[list[int]]) -> list[list[float]]:
         """Log-probs of tokens[1:] of each sequence, at temperature 1."""
 
-    def named_tensors(self, dtype: DType) -> Iterator[tuple[str, Tensor]]:
-        """Every weight whole and on the CPU, under its Hugging Face name; a gather a tensor on all
+    def named_tensors(self, dtype: DType, device: str = "cpu") -> Iterator[tuple[str, Tensor]]:
+        """Every weight whole and on a device, under its Hugging Face name; a gather a tensor on all
         ranks.
         """
 

@@ -92,14 +92,19 @@ def write_tensors(folder: Path, tensors: NamedTensors, shard_bytes: int = SHARD_
 
 def buckets(tensors: NamedTensors, limit: int) -> Iterator[dict[str, Tensor]]:
     """Runs of at most `limit` bytes, or of one larger tensor; never an empty one."""
+    return (bucket for bucket, _ in buckets_and_last(tensors, limit))
+
+
+def buckets_and_last(tensors: NamedTensors, limit: int) -> Iterator[tuple[dict[str, Tensor], bool]]:
+    """The same, and of each whether it is the last: known without gathering another one."""
     held: dict[str, Tensor] = {}
     used = 0
     for name, tensor in tensors:
         size = tensor.numel() * tensor.element_size()
         if held and used + size > limit:
-            yield held
+            yield held, False
             held, used = {}, 0
         held[name] = tensor.contiguous()
         used += size
     if held:
-        yield held
+        yield held, True

@@ -1,10 +1,13 @@
 """New weights for all engines, in the one order that is safe, and the proof that they arrived.
 
     gather canary log-probs, prepare      engines still work
-    pause (abort) -> flush -> send        on all engines at once
+    pause -> flush -> send                on all engines at once
     every engine reports the version
     continue                              always, also after a failure
     canary on every engine
+
+With `pause_mode = "in_place"` nothing is ended and nothing flushed: requests wait, and go on with
+the new weights.
 
 The canary comes after `continue`, since a paused SGLang server holds `/generate` back until then. A
 failed canary fails the stage all the same, and so ends the iteration.
@@ -25,19 +28,19 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal
 
-from rlcore.config.tree import WeightsConfig
+from rlcore.config.weights import TransportName, WeightsConfig
 from rlcore.errors import EngineError, PluginError, SluiceError, SyncError
 from rlcore.plugins import load_checked
 from rlcore.rollout.args import PluginArgs
 from rlcore.rollout.client import EngineClient
 from rlcore.train.trainer import DType, Trainer
 from rlcore.weights import canary
+from rlcore.weights.distributed import DistributedTransport, Group, Members
+from rlcore.weights.group import Backend
+from rlcore.weights.handles import HandleTransport
 from rlcore.weights.transport import DiskTransport, TensorTransport, Transport, together
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +51,7 @@ class SyncSpec:
     """The engines."""
     version: str
     """What they report afterwards."""
-    transport: Literal["disk", "tensor"]
+    transport: TransportName
     dtype: DType
     """In which the engines hold weights."""
     model_folder: Path
@@ -60,10 +63,27 @@ class SyncSpec:
     vocab_size: int
     context_length: int
     """Of the engines."""
+    starts: tuple[int, ...] = ()
+    """How often each engine was started: one that was started again is in no group."""
+    ranks_per_engine: int = 1
+    """Its tensor-parallel size."""
+    on_gpus: bool = False
+    """The engines are SGLang servers on GPUs, and so is the trainer."""
+    bucket_bytes: int = 512 * 2**20
+    """Most bytes that travel at once."""
+    pause_mode: Literal["abort", "in_place"] = "abort"
+    """`in_place`: what is generated meanwhile stays, with its cache, and goes on with the new
+    weights; tokens, and their log-probs, are of the policy that chose them.
+    """
     timeout_s: float = 600.0
     """For each request."""
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     """`args` of a function of one's own that is told of written folders."""
+
+    @property
+    def device(self) -> str:
+        """Where weights have to lie to travel."""
+        return "cuda" if self.on_gpus and self.transport != "disk" else "cpu"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +95,17 @@ class SyncReport:
 
 
 class WeightSync:
-    """One rank's end of all syncs of a run. Keeps its connections to the engines."""
+    """One rank's end of all syncs of a run. Keeps its connections to the engines.
 
-    def __init__(self, rank: int) -> None:
+    Args:
+        rank: of the trainer.
+        address: of rank 0's machine, as the engines see it.
+    """
+
+    def __init__(self, rank: int, address: str = "127.0.0.1") -> None:
         self._rank = rank
+        self._address = address
+        self._group = Group()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._clients: dict[str, EngineClient] = {}
 
@@ -94,17 +121,17 @@ class WeightSync:
             spec.canary_prompts, spec.vocab_size, spec.context_length
         )
         ours = trainer.log_probs(sequences)
-        tensors = trainer.named_tensors(spec.dtype)
+        transport = self._transport(spec)
+        parts = transport.parts(trainer.named_tensors(spec.dtype, spec.device))
         try:
             if self._rank != 0:
                 return None
-            transport = _transport(spec)
-            transport.prepare(tensors)
+            transport.prepare(parts)
             prepared = time.perf_counter()
-            push = self._push(spec, transport, tensors, sequences, ours)
+            push = self._push(spec, transport, parts, sequences, ours)
             metrics = self._run(push)
         finally:
-            for _ in tensors:
+            for _ in parts:
                 pass
         metrics["seconds_prepare"] = prepared - start
         metrics["seconds"] = time.perf_counter() - start
@@ -112,6 +139,7 @@ class WeightSync:
 
     def close(self) -> None:
         """Drop the connections."""
+        self._group.close()
         if self._loop is not None:
             self._run(together(*(client.close() for client in self._clients.values())))
             self._loop.close()
@@ -121,7 +149,7 @@ class WeightSync:
         self,
         spec: SyncSpec,
         transport: Transport,
-        tensors: Iterator[tuple[str, Tensor]],
+        parts: Iterator[Any],
         sequences: list[list[int]],
         ours: Sequence[Sequence[float]],
     ) -> dict[str, float]:
@@ -129,12 +157,16 @@ class WeightSync:
         engines = self._engines(spec)
         start = time.perf_counter()
         try:
-            await together(*(e.pause("abort") for e in engines))
-            await together(*(e.flush_cache() for e in engines))
-            await transport.send(engines, tensors)
+            await together(*(e.pause(spec.pause_mode) for e in engines))
+            if spec.pause_mode == "abort":
+                await together(*(e.flush_cache() for e in engines))
+            await transport.send(engines, parts)
             await together(*(_check_version(e, spec.version) for e in engines))
         except BaseException:
             # The first error is the one to tell; an engine that cannot go on is found by its own.
+            with contextlib.suppress(EngineError):
+                # Nothing goes on with weights of which some are old.
+                await together(*(e.pause("abort") for e in engines))
             with contextlib.suppress(EngineError):
                 await together(*(e.resume() for e in engines))
             raise
@@ -151,6 +183,25 @@ class WeightSync:
             "seconds_paused": paused - start,
             "seconds_canary": time.perf_counter() - paused,
         }
+
+    def _transport(self, spec: SyncSpec) -> Transport:
+        if spec.transport == "disk":
+            return DiskTransport(
+                spec.scratch,
+                spec.model_folder,
+                spec.version,
+                spec.dtype,
+                flush_cache=spec.pause_mode == "abort",
+                written=_own_hook(spec),
+            )
+        each = spec.ranks_per_engine
+        if spec.transport == "tensor" and spec.on_gpus:
+            return HandleTransport(spec.version, spec.bucket_bytes, each)
+        if spec.transport == "tensor":
+            return TensorTransport(spec.version, spec.bucket_bytes)
+        backend: Backend = "nccl" if spec.on_gpus else "gloo"
+        members = Members(spec.urls, spec.starts, each, backend, self._address)
+        return DistributedTransport(self._group, members, spec.version, spec.bucket_bytes)
 
     def _engines(self, spec: SyncSpec) -> list[EngineClient]:
         if not spec.urls:
@@ -174,13 +225,6 @@ async def _check_version(engine: EngineClient, version: str) -> None:
         raise SyncError(
             f"engine {engine.url} reports weight version {got!r} after an update to {version!r}"
         )
-
-
-def _transport(spec: SyncSpec) -> Transport:
-    if spec.transport == "disk":
-        own = _own_hook(spec)
-        return DiskTransport(spec.scratch, spec.model_folder, spec.version, spec.dtype, own)
-    return TensorTransport(spec.version)
 
 
 def _own_hook(spec: SyncSpec) -> Callable[[Path], None] | None:

@@ -1,11 +1,14 @@
 """How new weights travel: as a folder on a disk that both sides see, or over HTTP.
 
+The third way is `rlcore.weights.distributed`.
+
 `prepare` runs while the engines still work, `send` while they are paused.
 
 Invariants:
 - `disk`: a folder appears whole; that of the last confirmed version stays until the next is
   confirmed.
-- `tensor`: at most one bucket of weights is held, and it reaches every engine before the next one.
+- `tensor`: a bucket reaches every engine before the next one; while it is on its way the next is
+  gathered, and nothing beyond these two and the tensor that comes then is held.
   Until the last bucket is in, the engines report the version with `PARTIAL` behind it.
 """
 
@@ -13,28 +16,38 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rlcore.rollout.client import EngineClient
 from rlcore.train.trainer import DType
-from rlcore.weights.export import NamedTensors, buckets, write_config, write_tensors
+from rlcore.weights.export import buckets_and_last, write_config, write_tensors
+from rlcore.weights.wire import safetensors_parts
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-BUCKET_BYTES = 256 * 2**20
 PARTIAL = "-partial"
+Tensors = Iterator[tuple[str, "Tensor"]]
+Buckets = Iterator[tuple[dict[str, "Tensor"], bool]]
+Deliver = Callable[[dict[str, "Tensor"], str], Awaitable[None]]
 
 
 class Transport(Protocol):
-    """One way for weights to reach engines; made anew for each sync."""
+    """One way for weights to reach engines; made anew for each sync, on every rank.
 
-    def prepare(self, tensors: NamedTensors) -> None:
+    What `parts` gives is gathered from all ranks, so all of them draw it to its end; the rest is
+    for rank 0.
+    """
+
+    def parts(self, tensors: Tensors) -> Iterator[Any]:
+        """What is to be sent."""
+
+    def prepare(self, parts: Iterator[Any]) -> None:
         """What can be done before the engines pause."""
 
-    async def send(self, engines: Sequence[EngineClient], tensors: NamedTensors) -> None:
+    async def send(self, engines: Sequence[EngineClient], parts: Iterator[Any]) -> None:
         """Give every engine all weights, the version with the last of them."""
 
     def confirmed(self) -> None:
@@ -50,9 +63,12 @@ class DiskTransport:
         model_folder: Path,
         version: str,
         dtype: DType,
+        *,
+        flush_cache: bool,
         written: Callable[[Path], None] | None = None,
     ) -> None:
         """`written` is told of the folder, before the engines are."""
+        self._flush_cache = flush_cache
         self._root = root
         self._written = written
         self._model_folder = model_folder
@@ -60,22 +76,31 @@ class DiskTransport:
         self._dtype = dtype
         self.folder = root / f"weights-{version}"
 
-    def prepare(self, tensors: NamedTensors) -> None:
+    def parts(self, tensors: Tensors) -> Tensors:
+        """The tensors as they are."""
+        return tensors
+
+    def prepare(self, parts: Tensors) -> None:
         """Write the folder, one file a bucket."""
         staging = self._root / f".weights-{self._version}.partial"
         for old in (staging, self.folder):
             shutil.rmtree(old, ignore_errors=True)
         staging.mkdir(parents=True)
         write_config(self._model_folder, staging, self._dtype)
-        write_tensors(staging, tensors)
+        write_tensors(staging, parts)
         staging.rename(self.folder)
         if self._written is not None:
             self._written(self.folder)
 
-    async def send(self, engines: Sequence[EngineClient], tensors: NamedTensors) -> None:
+    async def send(self, engines: Sequence[EngineClient], parts: Tensors) -> None:
         """Have the engines load the folder."""
         path = str(self.folder)
-        await together(*(e.update_weights_from_disk(path, self._version) for e in engines))
+        await together(
+            *(
+                e.update_weights_from_disk(path, self._version, flush_cache=self._flush_cache)
+                for e in engines
+            )
+        )
 
     def confirmed(self) -> None:
         """Remove the folders of other versions."""
@@ -87,20 +112,22 @@ class DiskTransport:
 class TensorTransport:
     """Safetensors blobs within HTTP requests."""
 
-    def __init__(self, version: str, bucket_bytes: int = BUCKET_BYTES) -> None:
+    def __init__(self, version: str, bucket_bytes: int) -> None:
         self._version = version
         self._bucket_bytes = bucket_bytes
 
-    def prepare(self, tensors: NamedTensors) -> None:
+    def parts(self, tensors: Tensors) -> Buckets:
+        """Buckets."""
+        return buckets_and_last(tensors, self._bucket_bytes)
+
+    def prepare(self, parts: Buckets) -> None:
         """Nothing: tensors are gathered while they are sent."""
 
-    async def send(self, engines: Sequence[EngineClient], tensors: NamedTensors) -> None:
+    async def send(self, engines: Sequence[EngineClient], parts: Buckets) -> None:
         """Bucket by bucket, each to all engines at once."""
-        from safetensors.torch import save
 
-        for bucket, last in with_last(buckets(tensors, self._bucket_bytes)):
-            blob = save(bucket)
-            version = self._version if last else self._version + PARTIAL
+        async def deliver(bucket: dict[str, Tensor], version: str) -> None:
+            blob = safetensors_parts(bucket)
             await together(
                 *(
                     e.update_weights_from_tensor(
@@ -110,17 +137,31 @@ class TensorTransport:
                 )
             )
 
+        await in_turn(parts, self._version, deliver)
+
     def confirmed(self) -> None:
         """Nothing is left behind."""
 
 
-def with_last(items: Iterator[dict[str, Tensor]]) -> Iterator[tuple[dict[str, Tensor], bool]]:
-    """Each item, and whether it is the last."""
-    held = next(items, None)
-    while held is not None:
-        following = next(items, None)
-        yield held, following is None
-        held = following
+async def in_turn(parts: Buckets, version: str, deliver: Deliver) -> None:
+    """Deliver buckets one after another; while one is on its way the next is gathered.
+
+    Args:
+        parts: see `buckets_and_last`.
+        version: that the engines report once the last bucket is in.
+        deliver: sends a bucket, and the version that it makes.
+    """
+    # In a thread, so that what is on its way goes on.
+    gathering = asyncio.ensure_future(asyncio.to_thread(next, parts, None))
+    while (part := await gathering) is not None:
+        bucket, last = part
+        gathering = asyncio.ensure_future(asyncio.to_thread(next, parts, None))
+        try:
+            await deliver(bucket, version if last else version + PARTIAL)
+        except BaseException:
+            # Whoever draws what is left must find nobody at it.
+            await asyncio.gather(gathering, return_exceptions=True)
+            raise
 
 
 async def together(*calls: Any) -> list[Any]:

@@ -22,6 +22,10 @@ SFT = (
     *("--set", "rollout.rollout_batch_size=64"),
 )
 ASYNC = ("--set", "run.mode=async", "--set", "eval.eval_interval=4")
+ENDLESS = (
+    *("--set", "run.mode=fully-async", "--set", "eval.eval_interval=4"),
+    *("--set", "weights.transport=distributed"),
+)
 STAGES = {"rollout", "reward", "filter"}
 
 
@@ -181,3 +185,51 @@ def test_rollouts_made_ahead_survive_the_death_of_actors(sluice: Sluice, tmp_pat
     assert sum(m["cluster/engine_restarts"] for m in hurt["metrics"]) == 1
     report = sluice.json("verify", "hurt")
     assert report["ok"], report["errors"]
+
+
+def versions_of(sluice: Sluice, run_id: str, count: int) -> list[tuple[int, set[int]]]:
+    """Of each iteration's rollout its policy version, and those of its tokens."""
+    store = RunStore(Objects.open(str(sluice.root)), run_id)
+    out = []
+    for i in range(count):
+        found = store.stage(i, "rollout")
+        assert found is not None and found[0].policy_version is not None
+        samples = read_rollout(store.objects, found[0].files)
+        out.append((found[0].policy_version, {int(v) for s in samples for v in s.weight_versions}))
+    return out
+
+
+@pytest.mark.slow
+def test_generation_without_end_loses_no_prompt_in_a_kill(sluice: Sluice, tmp_path: Path) -> None:
+    path = str(short(tmp_path, 8))
+    process = sluice.start("train", path, "--run-id", "hurt", *ENDLESS)
+    wait_for(sluice.committed("hurt", 3).exists)
+    kill_tree(process.pid)
+    process.communicate()
+    sluice("resume", "hurt")
+
+    shown = sluice.json("show", "hurt")
+    assert shown["committed"] == 8
+    assert max(m["rollout/staleness/max"] for m in shown["metrics"]) <= 2
+    assert all("train/tis" in m for m in shown["metrics"])
+    for i, (version, tokens) in enumerate(versions_of(sluice, "hurt", 8)):
+        assert version == i and max(0, i - 2) <= min(tokens) <= max(tokens) <= i
+    report = sluice.json("verify", "hurt")
+    assert report["ok"], report["errors"]
+
+
+@pytest.mark.slow
+def test_generation_without_end_survives_the_death_of_actors(
+    sluice: Sluice, tmp_path: Path
+) -> None:
+    path = str(short(tmp_path, 8))
+    process = sluice.start("train", path, "--run-id", "hurt", *ENDLESS)
+    for i, which in enumerate([is_engine, is_actor("TrainerActor"), is_actor("RolloutActor")]):
+        wait_for(sluice.committed("hurt", 2 * i).exists)
+        os.kill(the_one(process, which), signal.SIGKILL)
+    said = process.communicate(timeout=240)
+    assert process.returncode == 0, said
+    report = sluice.json("verify", "hurt")
+    assert report["ok"], report["errors"]
+    shown = sluice.json("show", "hurt")
+    assert sum(m["cluster/engine_restarts"] for m in shown["metrics"]) >= 1

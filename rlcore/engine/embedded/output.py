@@ -19,6 +19,9 @@ def answer(request: Request, tokenizer: Tokenizer, started: float) -> dict[str, 
         "weight_version": request.weight_version,
         "num_retractions": 0,
     }
+    if request.earlier:
+        # Which SGLang does not say.
+        meta["weight_versions"] = [list(policy) for policy in request.policies]
     if request.return_logprob:
         meta["input_token_logprobs"] = [
             [_json(value), token, None]

@@ -58,7 +58,16 @@ class Request:
     input_top: list[list[tuple[float, int]] | None] = field(default_factory=list)
     cached_tokens: int = 0
     weight_version: str = ""
+    """At the end."""
+    earlier: list[tuple[str, int]] = field(default_factory=list)
+    """Policies before it, each with how many of the tokens it chose."""
     finish: dict[str, object] | None = None
+
+    @property
+    def policies(self) -> list[tuple[str, int]]:
+        """Every policy that chose tokens, with how many, in order."""
+        rest = len(self.output) - sum(count for _, count in self.earlier)
+        return [*self.earlier, (self.weight_version, rest)] if rest else self.earlier
 
 
 @dataclass(slots=True)

@@ -18,7 +18,13 @@ from torch import Tensor
 
 from rlcore.engine.embedded import attention
 from rlcore.engine.embedded.kv import KVShape, Lane, Prompt
-from rlcore.engine.embedded.weights import copy_into, load_blobs, load_folder, tied_names
+from rlcore.engine.embedded.weights import (
+    copy_into,
+    load_blobs,
+    load_folder,
+    load_tensors,
+    tied_names,
+)
 from rlcore.errors import EngineError
 
 PROMPT_MULTIPLE = 16
@@ -180,6 +186,10 @@ class ModelRunner:
         tensors.
         """
         return load_blobs(self.state, blobs)
+
+    def update_from_tensors(self, tensors: dict[str, Tensor]) -> int:
+        """Replace the weights of these names; returns the number of tensors."""
+        return load_tensors(self.state, tensors)
 
     def release(self) -> None:
         """Free the weights' memory; their values wait in a temporary file."""

@@ -192,8 +192,17 @@ class Scheduler:
         count = apply(self.runner)
         self._prompts.clear()
         if version is not None:
+            self._note_policy()
             self.weight_version = version
         return count
+
+    def _note_policy(self) -> None:
+        """Remember which tokens of what is running are by the policy so far."""
+        for lane in self._lanes.values():
+            for row in lane.rows[: lane.count].tolist():
+                request = self._rows.request(row)
+                request.weight_version = self.weight_version
+                request.earlier = request.policies
 
     def release(self, tags: frozenset[str]) -> None:
         """Give back the memory of `weights` and `kv_cache`; refused while requests are in

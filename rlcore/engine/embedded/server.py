@@ -16,6 +16,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 
+from rlcore.engine.embedded.groups import Groups
 from rlcore.engine.embedded.output import answer
 from rlcore.engine.embedded.protocol import Call, Limits, parse_call
 from rlcore.engine.embedded.runner import ModelRunner
@@ -55,6 +56,7 @@ def build_app(service: Service) -> FastAPI:
     _add_information(app, service)
     _add_control(app, service)
     _add_weights(app, service)
+    _add_groups(app, service)
     return app
 
 
@@ -321,31 +323,35 @@ def _add_control(app: FastAPI, service: Service) -> None:
 # -- weights ---------------------------------------------------------------------------------------
 
 
-def _add_weights(app: FastAPI, service: Service) -> None:
-    async def update(body: dict[str, Any], apply: Callable[[ModelRunner], int]) -> Response:
-        version = body.get("weight_version")
-        if version is not None and not isinstance(version, str):
-            raise EngineError(f"weight_version must be a string, got {version!r}.")
-        flush = bool(body.get("flush_cache", True))
-        scheduler = service.scheduler
-        try:
-            if body.get("abort_all_requests"):
-                await _ask(service, lambda: scheduler.abort(None))
-            await _ask(service, lambda: scheduler.update(apply, flush, version), when_idle=True)
-        except EngineError as error:
-            return _json({"success": False, "message": str(error), "num_paused_requests": 0}, 400)
-        message = "Succeeded to update model weights."
-        if version is not None:
-            message += f" Weight version updated to {version}."
-        return _json({"success": True, "message": message, "num_paused_requests": 0})
+async def _update(
+    service: Service, body: dict[str, Any], apply: Callable[[ModelRunner], int]
+) -> Response:
+    """Change weights as a request's common parameters say."""
+    version = body.get("weight_version")
+    if version is not None and not isinstance(version, str):
+        raise EngineError(f"weight_version must be a string, got {version!r}.")
+    flush = bool(body.get("flush_cache", True))
+    scheduler = service.scheduler
+    try:
+        if body.get("abort_all_requests"):
+            await _ask(service, lambda: scheduler.abort(None))
+        await _ask(service, lambda: scheduler.update(apply, flush, version), when_idle=True)
+    except EngineError as error:
+        return _json({"success": False, "message": str(error), "num_paused_requests": 0}, 400)
+    message = "Succeeded to update model weights."
+    if version is not None:
+        message += f" Weight version updated to {version}."
+    return _json({"success": True, "message": message, "num_paused_requests": 0})
 
+
+def _add_weights(app: FastAPI, service: Service) -> None:
     @app.post("/update_weights_from_disk")
     async def update_weights_from_disk(request: Request) -> Response:
         body = await _body(request)
         folder = body.get("model_path")
         if not isinstance(folder, str):
             raise EngineError(f"model_path must be a string, got {folder!r}.")
-        return await update(body, lambda runner: runner.update_from_folder(Path(folder)))
+        return await _update(service, body, lambda runner: runner.update_from_folder(Path(folder)))
 
     @app.post("/update_weights_from_tensor")
     async def update_weights_from_tensor(request: Request) -> Response:
@@ -364,4 +370,38 @@ def _add_weights(app: FastAPI, service: Service) -> None:
             raise EngineError(
                 f"serialized_named_tensors must hold 1 blob (tp_size 1), not {len(blobs)}."
             )
-        return await update(body, lambda runner: runner.update_from_blobs(blobs))
+        return await _update(service, body, lambda runner: runner.update_from_blobs(blobs))
+
+
+def _add_groups(app: FastAPI, service: Service) -> None:
+    """Weights that a trainer broadcasts; nothing is generated meanwhile, as by a real server."""
+    groups = Groups()
+
+    def route(path: str, act: Callable[[dict[str, Any]], None], message: str) -> None:
+        async def endpoint(request: Request) -> Response:
+            body = await _body(request)
+            try:
+                await _ask(service, lambda: act(body))
+            except EngineError as error:
+                return _json({"success": False, "message": str(error)}, 400)
+            return _json({"success": True, "message": message})
+
+        app.post(path)(endpoint)
+
+    route(
+        "/init_weights_update_group",
+        groups.join,
+        "Succeeded to initialize custom process group.",
+    )
+    route(
+        "/destroy_weights_update_group",
+        groups.leave,
+        "Succeeded to destroy custom process group.",
+    )
+
+    @app.post("/update_weights_from_distributed")
+    async def update_weights_from_distributed(request: Request) -> Response:
+        body = await _body(request)
+        return await _update(
+            service, body, lambda runner: runner.update_from_tensors(groups.receive(body))
+        )

@@ -1,4 +1,4 @@
-"""New weights for the running model: from a Hugging Face folder, or from bytes off the wire.
+"""New weights for the running model: from a Hugging Face folder, bytes off the wire, or tensors.
 
 Invariant: names and shapes of everything offered are checked before the first value changes, so a
 refused update leaves the model as it was.
@@ -71,6 +71,11 @@ def load_blobs(state: Names, blobs: list[str]) -> int:
     tensors: dict[str, Tensor] = {}
     for i, blob in enumerate(blobs):
         tensors.update(_decode(blob, i))
+    return load_tensors(state, tensors)
+
+
+def load_tensors(state: Names, tensors: Names) -> int:
+    """Copy tensors into `state`; part of the model will do. Returns how many were copied."""
     _check(state, {n: tuple(t.shape) for n, t in tensors.items()}, "the request", complete=False)
     copy_into(state, iter(tensors.items()))
     return len(tensors)

@@ -276,12 +276,12 @@ class FsdpTrainer:
     # --- weights ----------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def named_tensors(self, dtype: DType) -> Iterator[tuple[str, Tensor]]:
-        """Every weight once, whole, on the CPU; tied ones under the embedding's name."""
+    def named_tensors(self, dtype: DType, device: str = "cpu") -> Iterator[tuple[str, Tensor]]:
+        """Every weight once, whole, on a device; tied ones under the embedding's name."""
         policy, _ = self._held()
         for name, parameter in policy.weights():
             whole = state.full(parameter.detach())
-            yield name, whole.to(device="cpu", dtype=TORCH_DTYPES[dtype])
+            yield name, whole.to(device=device, dtype=TORCH_DTYPES[dtype])
 
     def export_hf(self, folder: Path, dtype: DType) -> None:
         """Write config, tokenizer and weights; see `write_hf_folder`."""

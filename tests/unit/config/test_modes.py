@@ -31,6 +31,7 @@ def test_who_trains_and_who_generates() -> None:
         for mode, made in {
             "sync": config(),
             "async": config(run={"mode": "async"}),
+            "fully-async": config(run={"mode": "fully-async"}),
             "debug-rollout-only": config(run={"mode": "debug-rollout-only"}),
             "debug-train-only": config(run={"mode": "debug-train-only", "train_from": "a"}),
             "sft": config(**SFT),
@@ -39,6 +40,7 @@ def test_who_trains_and_who_generates() -> None:
     assert found == {
         "sync": (True, True),
         "async": (True, True),
+        "fully-async": (True, True),
         "debug-rollout-only": (False, True),
         "debug-train-only": (True, False),
         "sft": (True, False),
@@ -110,6 +112,18 @@ def test_old_samples_are_weighed_unless_something_else_is_said() -> None:
     assert not config(**ASYNC, algorithm={"loss_type": "sft_loss"}).algorithm.use_tis
 
 
+ENDLESS: dict[str, Any] = {"run": {"mode": "fully-async"}}
+
+
+def test_which_policies_generation_without_end_has() -> None:
+    made = config(**ENDLESS, rollout={"async_buffer_size": 2, "update_weights_interval": 3})
+    assert [made.policy_version(i) for i in range(7)] == [0, 0, 0, 3, 3, 3, 6]
+    assert made.algorithm.use_tis and made.is_async and made.is_fully_async
+    assert (made.lag, made.max_staleness) == (5, 5)
+    assert config(**ENDLESS, rollout={"max_staleness": 1}).max_staleness == 1
+    assert not config(**ASYNC).is_fully_async
+
+
 EVAL = {"eval_interval": 3, "datasets": [{"name": "a", "path": "/a"}]}
 
 
@@ -124,7 +138,17 @@ EVAL = {"eval_interval": 3, "datasets": [{"name": "a", "path": "/a"}]}
             "not the one that sampled with run.mode = 'async'",
         ),
         ({"rollout": {"async_buffer_size": 2}}, "async_buffer_size = 2 is for run.mode = 'async'"),
-        ({"rollout": {"update_weights_interval": 2}}, "is for run.mode = 'async' alone"),
+        (
+            {"rollout": {"update_weights_interval": 2}},
+            "is for run.mode = 'async' and 'fully-async' alone",
+        ),
+        (ENDLESS | {"cluster": {"colocate": True}}, "cannot share GPUs"),
+        (ENDLESS | {"rollout": {"max_staleness": 0}}, "samples that are up to 1 iterations old"),
+        (
+            ENDLESS | {"rollout": {"over_sampling_batch_size": 64}},
+            "over_sampling_batch_size is about rollouts that begin and end",
+        ),
+        (ENDLESS | {"rollout": {"data_source_path": "a:B"}}, "data_source_path is about"),
         ({"rollout": {"max_staleness": 2}}, "no token is ever of an older policy"),
     ],
 )

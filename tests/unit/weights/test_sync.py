@@ -1,5 +1,7 @@
 """Syncs against a real engine process: both ways, and every way to fail."""
 
+import tracemalloc
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -7,11 +9,9 @@ from typing import Any
 
 import pytest
 
-from rlcore.config.tree import WeightsConfig
+from rlcore.config.weights import WeightsConfig
 from rlcore.errors import EngineError, PluginError, SyncError
-from rlcore.weights import sync as sync_module
 from rlcore.weights.sync import SyncSpec, WeightSync
-from rlcore.weights.transport import TensorTransport
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def weight_sync() -> Iterator[WeightSync]:
     made.close()
 
 
-@pytest.mark.parametrize("transport", ["disk", "tensor"])
+@pytest.mark.parametrize("transport", ["disk", "tensor", "distributed"])
 def test_engine_holds_the_trainers_weights(
     trainer: Any, spec: SyncSpec, weight_sync: WeightSync, version: Any, greedy: Any, transport: Any
 ) -> None:
@@ -74,17 +74,52 @@ def test_a_function_is_told_of_a_folder_before_the_engines_are(
     assert version() == "told"
 
 
+@pytest.mark.parametrize("transport", ["tensor", "distributed"])
 def test_many_small_buckets(
-    trainer: Any,
-    spec: SyncSpec,
-    weight_sync: WeightSync,
-    version: Any,
-    monkeypatch: pytest.MonkeyPatch,
+    trainer: Any, spec: SyncSpec, weight_sync: WeightSync, version: Any, transport: Any
 ) -> None:
-    monkeypatch.setattr(sync_module, "_transport", lambda s: TensorTransport(s.version, 5000))
-    report = weight_sync.run(trainer, replace(spec, transport="tensor", version="small"))
+    spec = replace(spec, transport=transport, version=f"small-{transport}", bucket_bytes=5000)
+    report = weight_sync.run(trainer, spec)
     assert report is not None and report.metrics["canary_abs_diff"] < 1e-5
-    assert version() == "small"
+    assert version() == f"small-{transport}"
+
+
+@pytest.mark.parametrize("transport", ["tensor", "distributed"])
+def test_no_more_than_two_buckets_are_held(
+    trainer: Any, spec: SyncSpec, weight_sync: WeightSync, transport: Any
+) -> None:
+    held: list[int] = [0]
+    most: list[int] = [0]
+
+    def freed(size: int) -> None:
+        held[0] -= size
+
+    class Counted:
+        """Counts the bytes of what it gives and is not given up yet."""
+
+        log_probs = trainer.log_probs
+
+        def named_tensors(self, dtype: Any, device: str) -> Iterator[Any]:
+            for name, tensor in trainer.named_tensors(dtype, device):
+                size = tensor.nbytes
+                weakref.finalize(tensor, freed, size)
+                held[0] += size
+                most[0] = max(most[0], held[0])
+                yield name, tensor
+                del tensor
+
+    limit = 20_000
+    spec = replace(spec, transport=transport, version=f"2-{transport}", bucket_bytes=limit)
+    tracemalloc.start()
+    weight_sync.run(Counted(), spec)  # type: ignore[arg-type]
+    bodies = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    largest = max(t.nbytes for _, t in trainer.named_tensors("float32"))
+    whole = sum(t.nbytes for _, t in trainer.named_tensors("float32"))
+    # The tensor that did not fit into the second is there already.
+    assert limit < most[0] <= 2 * limit + largest < whole
+    assert held[0] == 0
+    assert bodies < 4 * 2**20
 
 
 def test_canary_finds_a_weight_that_did_not_travel(
@@ -95,8 +130,8 @@ def test_canary_finds_a_weight_that_did_not_travel(
 
         log_probs = trainer.log_probs
 
-        def named_tensors(self, dtype: Any) -> Iterator[Any]:
-            for name, tensor in trainer.named_tensors(dtype):
+        def named_tensors(self, dtype: Any, device: str) -> Iterator[Any]:
+            for name, tensor in trainer.named_tensors(dtype, device):
                 if name != "model.layers.1.mlp.up_proj.weight":
                     yield name, tensor
 
@@ -116,8 +151,8 @@ def test_engine_goes_on_after_a_refused_update(
 
         log_probs = trainer.log_probs
 
-        def named_tensors(self, dtype: Any) -> Iterator[Any]:
-            for name, tensor in trainer.named_tensors(dtype):
+        def named_tensors(self, dtype: Any, device: str) -> Iterator[Any]:
+            for name, tensor in trainer.named_tensors(dtype, device):
                 yield f"not.{name}", tensor
 
     before = version()
@@ -152,8 +187,8 @@ def test_other_ranks_take_part_in_the_gathers(trainer: Any, spec: SyncSpec) -> N
 
         log_probs = trainer.log_probs
 
-        def named_tensors(self, dtype: Any) -> Iterator[Any]:
-            for name, tensor in trainer.named_tensors(dtype):
+        def named_tensors(self, dtype: Any, device: str) -> Iterator[Any]:
+            for name, tensor in trainer.named_tensors(dtype, device):
                 seen.append(name)
                 yield name, tensor
 

@@ -1,0 +1,61 @@
+"""The section `weights`: how new weights reach the engines."""
+
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from rlcore.config.fields import FunctionPath
+from rlcore.config.section import PositiveInt, Section
+
+if TYPE_CHECKING:
+    from rlcore.config.tree import RunConfig
+
+TransportName = Literal["disk", "tensor", "distributed"]
+
+
+class WeightsConfig(Section):
+    """How new weights reach the engines."""
+
+    OPERATIONAL = frozenset({"update_weight_buffer_size"})
+
+    transport: TransportName = "disk"
+    """`disk`: a folder; `tensor`: HTTP, or memory of a shared GPU; `distributed`: by broadcast."""
+    update_weight_buffer_size: PositiveInt = 512 * 2**20
+    """Most bytes of weights that travel at once, but for a single larger tensor; not with disk."""
+    canary_prompts: Annotated[int, Field(ge=1)] = 4
+    """Fixed token sequences whose log-probs engine and trainer must agree on after each sync."""
+    canary_tolerance: Annotated[float, Field(gt=0)] | None = None
+    """Largest mean absolute difference; default: 1e-4 where both compute in float32, else 0.1."""
+    custom_update_weight_post_write_path: FunctionPath | None = None
+    """A function `(args, version_dir, rollout_engines)` that is told of each folder of weights."""
+
+    @model_validator(mode="after")
+    def _something_is_written(self) -> "WeightsConfig":
+        if self.custom_update_weight_post_write_path and self.transport != "disk":
+            raise ValueError(
+                "weights.custom_update_weight_post_write_path is about the folders of "
+                "weights.transport = 'disk'; use that, or remove it"
+            )
+        return self
+
+
+def check_transport(config: "RunConfig") -> None:
+    """Weights can go the way that is asked for."""
+    transport, colocate = config.weights.transport, config.cluster.colocate
+    if config.rollout.engine != "sglang":
+        return
+    if transport != "disk" and config.cluster.device == "cpu":
+        raise ValueError(
+            f"weights.transport = {transport!r} with rollout.engine = 'sglang' goes from GPU "
+            "to GPU, but cluster.device = 'cpu'; use 'disk'"
+        )
+    if transport == "tensor" and not colocate:
+        raise ValueError(
+            "weights.transport = 'tensor' with rollout.engine = 'sglang': engines read the "
+            "trainer's GPU memory, which needs cluster.colocate = true; use 'distributed'"
+        )
+    if transport == "distributed" and colocate:
+        raise ValueError(
+            "weights.transport = 'distributed' with cluster.colocate = true: NCCL has no group "
+            "with two members on one GPU; use 'tensor'"
+        )
