@@ -87,7 +87,9 @@ def collapse(ids: Sequence[int], images: int, token: int) -> list[int]:
     return [*out, *ids[end:]]
 
 
-def lay_out(ids: Ids, pixels: Pixels, token: int, merge: int) -> SequenceImages:
+def lay_out(
+    ids: Ids, pixels: Pixels, token: int, merge: int, prompt: int | None = None
+) -> SequenceImages:
     """Images at their places in a sequence.
 
     Args:
@@ -95,13 +97,14 @@ def lay_out(ids: Ids, pixels: Pixels, token: int, merge: int) -> SequenceImages:
         pixels: of its images.
         token: the placeholder's id.
         merge: patches along each side that become one feature.
+        prompt: how many of the ids may hold images; None: all.
 
     Raises:
         DataError: placeholders and features do not agree.
     """
     grids = pixels.grids // np.array([1, merge, merge])
     counts = grids.prod(axis=1).tolist()
-    runs = _runs(ids, token)[: len(counts)]
+    runs = _runs(ids[:prompt], token)[: len(counts)]
     if [stop - start for start, stop in runs] != counts:
         raise DataError(
             f"a prompt has places for {[stop - start for start, stop in runs]} features of images, "

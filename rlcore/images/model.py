@@ -89,19 +89,22 @@ def features(base: Any, picture: Picture) -> list[Tensor]:
 
 
 def embed(
-    base: Any, ids: Tensor, at: Tensor, pictures: Sequence[Picture]
+    base: Any, ids: Tensor, at: Tensor, pictures: Sequence[Picture], take: Tensor | None = None
 ) -> tuple[Tensor, dict[str, Any]]:
     """Embeddings of tokens and images, and what else the decoder's forward is to be given.
 
     Args:
         base: a model without its output layer.
         ids: int64 [rows, tokens].
-        at: int64 [features], ascending: the places of the images in the flattened rows.
-        pictures: of those places, in their order; each goes through the vision tower by itself.
+        at: int64 [N], ascending: the places of features in the flattened rows.
+        pictures: each goes through the vision tower by itself.
+        take: int64 [N]: which of the pictures' features goes to each place; None: all in order.
     """
     words = base.get_input_embeddings()(ids)
     parts = zip(*(features(base, picture) for picture in pictures), strict=True)
     seen, *deep = [torch.cat(part).to(words.dtype) for part in parts]
+    if take is not None:
+        seen, *deep = [part.index_select(0, take) for part in (seen, *deep)]
     mixed = words.flatten(0, 1).index_copy(0, at, seen).view_as(words)
     if not deep:
         return mixed, {}

@@ -106,6 +106,6 @@ class ImageProcessor:
             made["image_grid_thw"].numpy().astype(np.int64, copy=False),
         )
 
-    def lay_out(self, ids: Ids, pixels: Pixels) -> SequenceImages:
+    def lay_out(self, ids: Ids, pixels: Pixels, prompt: int | None = None) -> SequenceImages:
         """Patches at their places in a sequence; see `rlcore.images.layout.lay_out`."""
-        return lay_out(ids, pixels, self.token, self.merge)
+        return lay_out(ids, pixels, self.token, self.merge, prompt)

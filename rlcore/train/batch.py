@@ -33,12 +33,14 @@ from rlcore.algorithms.packing import LogProbs, TrainSequence
 from rlcore.algorithms.plan import Step, plan
 from rlcore.config.tree import AlgorithmConfig, TrainConfig
 from rlcore.errors import DataError
+from rlcore.images.processor import ImageProcessor
 from rlcore.sample import Status
 from rlcore.store.batch import read_parts
 from rlcore.store.manifest import FileRef
 from rlcore.store.objects import Objects
 from rlcore.store.rows import table_to_samples
 from rlcore.train.custom import Functions
+from rlcore.train.images import IMAGE_COLUMNS, BatchImages
 from rlcore.train.trainer import BatchFiles, TrainBatch, TrainStep
 
 SAMPLE_COLUMNS = (
@@ -56,13 +58,13 @@ LOG_PROBS: tuple[LogProbs, ...] = ("rollout_log_probs", "teacher_log_probs")
 """Columns of log-probs that a rollout may have."""
 
 
-def read_rollout(objects: Objects, rollout: Sequence[FileRef]) -> pa.Table:
-    """What training needs of a rollout's samples.
+def read_rollout(objects: Objects, rollout: Sequence[FileRef], *, images: bool = False) -> pa.Table:
+    """What training needs of a rollout's samples; their images too, if the model takes them.
 
     Raises:
         Corrupt: a part is not what was committed.
     """
-    return read_parts(objects, rollout, SAMPLE_COLUMNS)
+    return read_parts(objects, rollout, SAMPLE_COLUMNS + (IMAGE_COLUMNS if images else ()))
 
 
 def load_batch(
@@ -74,6 +76,7 @@ def load_batch(
     rank: int,
     world: int,
     rollout: pa.Table | None = None,
+    images: ImageProcessor | None = None,
 ) -> TrainBatch:
     """Reads a batch and takes the share of one rank.
 
@@ -83,13 +86,16 @@ def load_batch(
         train, algorithm: settings.
         rank, world: whose share.
         rollout: the rollout's columns, where they were read before.
+        images: of the model, where it takes them.
 
     Raises:
         Corrupt: a part is not what was committed.
         DataError: the parts do not belong together.
         PluginError: a function of one's own makes no numbers of the rewards.
     """
-    samples = _Samples(read_rollout(objects, files.rollout) if rollout is None else rollout)
+    if rollout is None:
+        rollout = read_rollout(objects, files.rollout, images=images is not None)
+    samples = _Samples(rollout, images)
     scores = read_parts(objects, files.reward, ("row", "status"))
     selection = read_parts(objects, files.selection, ("row", "reward", "keep"))
     for name, table in (("reward", scores), ("filter", selection)):
@@ -230,8 +236,9 @@ class _Lists:
 class _Samples:
     """What training needs of a rollout batch, by row."""
 
-    def __init__(self, table: pa.Table) -> None:
+    def __init__(self, table: pa.Table, images: ImageProcessor | None) -> None:
         self.count = table.num_rows
+        self.images = None if images is None else BatchImages(table, images)
         self.groups = table["group_index"].to_pylist()
         self.status = table["status"].to_pylist()
         self.removed = np.asarray(table["remove_sample"].to_pylist(), dtype=bool)
@@ -246,10 +253,15 @@ class _Samples:
 
     def sequence(self, row: int, advantage: float, given: Sequence[LogProbs]) -> TrainSequence:
         """A row as the trainer takes it, with the log-probs that all rows are given."""
+        tokens, response = self.tokens.row(row), int(self.response_lengths[row])
+        images = None
+        if self.images is not None:
+            images = self.images.of(row, tokens, len(tokens) - response)  # type: ignore[arg-type]
         return TrainSequence(
-            tokens=self.tokens.row(row),  # type: ignore[arg-type]
-            response_length=int(self.response_lengths[row]),
+            tokens=tokens,  # type: ignore[arg-type]
+            response_length=response,
             loss_mask=self.masks.row(row),  # type: ignore[arg-type]
             advantages=advantage,
+            images=images,
             **{name: self.log_probs[name].row(row) for name in given},  # type: ignore[arg-type]
         )
