@@ -198,7 +198,8 @@ class EngineClient:
                 f"{self.url}/generate answered something else than SGLang does: "
                 f"{type(error).__name__} {error} in {str(reply)[:200]}"
             ) from None
-        if read != len(request.input_ids):
+        # What was ended before it began may have been read by nobody.
+        if tokens and read != len(request.input_ids):
             raise EngineError(
                 f"{self.url}/generate read a prompt with {len(request.images)} images as {read} "
                 f"tokens, not {len(request.input_ids)}: its image processor is another than that "

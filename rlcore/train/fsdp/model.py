@@ -230,11 +230,13 @@ def _probe(policy: Policy, folder: Path) -> None:
         )
     vocab = lm.get_input_embeddings().weight.shape[0]
     given: list[tuple[TrainSequence, dict[str, Tensor]]] = [
-        (TrainSequence([i * 7 % vocab for i in range(n)], n - 1), {}) for n in (5, 3)
+        (TrainSequence([i * 7 % vocab for i in range(n)], n - 1, trainable=False), {})
+        for n in (5, 3)
     ]
     if sees(lm.base_model):
         made = trial(lm)
-        seen = TrainSequence(made.tokens, len(made.tokens) - 1, images=made.images)
+        length = len(made.tokens)
+        seen = TrainSequence(made.tokens, length - 1, images=made.images, trainable=False)
         given.insert(1, (seen, made.forward))
     attend(lm, "eager")
     expected = [

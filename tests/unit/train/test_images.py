@@ -121,9 +121,8 @@ def test_a_placeholder_that_was_said_is_a_token(
     said = [*one.tokens[:prompt], processor.token, processor.token, *one.tokens[prompt:]]
     images = processor.lay_out(said, one.images.pixels, prompt)
     assert images.at.tolist() == one.images.at.tolist()
-    packed = pack(
-        [TrainSequence(said, one.response_length + 2, images=images)], Totals(1, 1), "token_mean"
-    )
+    longer = TrainSequence(said, one.response_length + 2, images=images)
+    packed = pack([longer], Totals.of([longer.trainable_tokens]), "token_mean")
     policy = make_trainer(folder)._policy
     with torch.no_grad():
         values = policy.score(packed, torch.arange(len(said) - 1), 1.0)[0]
@@ -137,7 +136,8 @@ def test_images_are_seen_by_their_own_sequence_alone(
     batch = sequences(folder, 5)
 
     def scored(given: list[TrainSequence]) -> list[torch.Tensor]:
-        packed = pack(given, Totals(1, 1), "token_mean").inputs()
+        totals = Totals.of(s.trainable_tokens for s in given)
+        packed = pack(given, totals, "token_mean").inputs()
         rows = torch.arange(len(packed.input_ids))
         with torch.no_grad():
             return list(policy.score(packed, rows, 1.0)[0].split(packed.lengths))
@@ -196,7 +196,7 @@ def test_log_probs_of_a_stored_batch_are_the_engine_s(
 
     samples = generated(folder)
     trainer = make_trainer(folder)
-    before = dict(trainer.named_tensors("float32"))
+    before = {name: t.clone() for name, t in trainer.named_tensors("float32")}
     assert set(before) == stored_names(folder)
     stored = Stored(tmp_path / "batch", samples)
     batch = stored.load(images=trainer.images)
@@ -240,7 +240,7 @@ def test_what_a_function_made_of_the_images_is_used(
 
 def test_tokens_of_another_processor_are_told(folder: Path, tmp_path: Path) -> None:
     samples = generated(folder)[:2]
-    samples[1].multimodal_inputs = {"image": [read_image(picture("red", 8, 8), None)]}
+    samples[1].multimodal_inputs = {"image": [read_image(picture("red", 16, 8), None)]}
     with pytest.raises(DataError, match="row 1 of the rollout: a prompt has places for"):
         Stored(tmp_path / "other", samples).load(images=ImageProcessor(folder))
 
