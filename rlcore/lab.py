@@ -128,7 +128,6 @@ def run_lab(
         iteration, *(_stage(store, iteration, s).files for s in ("rollout", "reward", "filter"))
     )
     train = config.train.model_copy(update={"num_steps_per_rollout": 1})
-    rollout = read_rollout(store.objects, files.rollout)
     chosen = variants(config)
     with slime.active(slime_args_of(config)), _one_rank(config) as device:
         trainer = FsdpTrainer(
@@ -145,6 +144,7 @@ def run_lab(
         trainer.load(folder, "start")
         if state is not None:
             trainer.load_state(_state_folder(store, at, state, scratch), "policy")
+        rollout = read_rollout(store.objects, files.rollout, images=trainer.images is not None)
         metrics: dict[str, dict[str, float]] = {}
         gradients: dict[str, list[Tensor]] = {}
         for name, algorithm in chosen.items():
@@ -156,6 +156,7 @@ def run_lab(
                 rank=0,
                 world=1,
                 rollout=rollout,
+                images=trainer.images,
             )
             if not batch.steps:
                 raise DataError(

@@ -22,6 +22,8 @@ from rlcore.errors import (
     RewardError,
     StoreError,
 )
+from rlcore.images.files import KIND as IMAGE
+from rlcore.images.processor import takes_images
 from rlcore.observe.trackers import check_trackers
 from rlcore.opening import check_same, open_store
 from rlcore.plugins import TRAINING, Kind, check_signature, load_checked, load_function
@@ -49,6 +51,7 @@ def preflight(config: RunConfig) -> None:
     check_engine(config)
     check_trackers(config)
     check_model(config.model)
+    check_images(config)
     if config.run.train_from:
         check_source(open_store(config), config)
         check_writable(config)
@@ -143,6 +146,23 @@ def check_model(model: ModelConfig) -> None:
         raise ConfigError(
             f"model.path = {model.path!r} holds no *.safetensors file; "
             "convert its weights to that format"
+        )
+
+
+def check_images(config: RunConfig) -> None:
+    """Where rows have images, the model takes them, and so does whatever scores the samples."""
+    sets = (config.data, *(one.data(config.data) for one in config.eval.datasets))
+    if not any(IMAGE in one.multimodal_keys for one in sets):
+        return
+    if config.model.path and not takes_images(config.model.path):
+        raise ConfigError(
+            f"data.multimodal_keys names images, but model.path = {config.model.path!r} takes none "
+            "(its config.json has no vision_config)"
+        )
+    if config.rollout.teacher_url is not None:
+        raise ConfigError(
+            "rollout.teacher_url is asked about text alone, but data.multimodal_keys names images; "
+            "use a teacher of algorithm.opd_teacher_load"
         )
 
 

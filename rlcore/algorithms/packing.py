@@ -35,6 +35,7 @@ from torch import Tensor
 
 from rlcore.algorithms.aggregate import Normalization, Totals, token_weight
 from rlcore.errors import DataError
+from rlcore.images.layout import SequenceImages
 
 LogProbs = Literal["old_log_probs", "rollout_log_probs", "ref_log_probs", "teacher_log_probs"]
 Ints = Sequence[int] | npt.NDArray[np.integer]
@@ -63,6 +64,8 @@ class TrainSequence:
     """[R] as the teacher's server reported them."""
     execution_tokens: int | None = None
     """Trainable tokens of all samples of its execution; None: it is alone."""
+    images: SequenceImages | None = None
+    """Of the prompt."""
     trainable: bool = True
     """False masks the whole response: a sample without a reward, or one that was removed."""
 
@@ -112,6 +115,32 @@ class TokenTensors:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class PackedImages:
+    """The images of a packed micro-batch; those that several sequences share are there once."""
+
+    pixel_values: Tensor
+    """float32 [patches, width]"""
+    grids: Tensor
+    """int64 [images, 3]: patches along time, height and width."""
+    at: Tensor
+    """int64 [N], ascending: the tokens that are features of images."""
+    take: Tensor
+    """int64 [N]: which feature each of them is, counted over all images in their order."""
+    positions: Tensor
+    """int64 [3, T]: on the axes of images; those of text are the same on each."""
+
+    def to(self, device: torch.device | str) -> PackedImages:
+        """The same on another device."""
+        moved = {f.name: getattr(self, f.name).to(device, non_blocking=True) for f in fields(self)}
+        return PackedImages(**moved)
+
+    def of_tokens(self, kept: Tensor) -> PackedImages:
+        """The same where only the tokens at `kept`, ascending, are left: all images among them."""
+        at = torch.searchsorted(kept, self.at)
+        return replace(self, at=at, positions=self.positions.index_select(1, kept))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class PackedBatch(TokenTensors):
     """Sequences end to end."""
 
@@ -119,6 +148,12 @@ class PackedBatch(TokenTensors):
     """int32 [n + 1]: sequence i is at cu_seqlens[i]:cu_seqlens[i + 1]."""
     lengths: tuple[int, ...]
     """Tokens of each sequence (those of `cu_seqlens`, known without waiting for a device)."""
+    images: PackedImages | None = None
+
+    def to(self, device: torch.device | str) -> PackedBatch:
+        """The same on another device."""
+        moved = super(PackedBatch, self).to(device)
+        return moved if self.images is None else replace(moved, images=self.images.to(device))
 
     def per_sequence(self, values: Tensor) -> list[Tensor]:
         """Per-token values [T] to one tensor a sequence, [length - 1]: those of tokens[1:]."""
@@ -136,7 +171,8 @@ class PackedBatch(TokenTensors):
             k: v if v is None else v.index_select(0, kept) for k, v in tensors.items()
         }
         shorter = tuple(np.maximum(lengths - 1, 1).tolist())
-        return PackedBatch(**chosen, cu_seqlens=_edges(shorter), lengths=shorter)
+        images = None if self.images is None else self.images.of_tokens(kept)
+        return PackedBatch(**chosen, cu_seqlens=_edges(shorter), lengths=shorter, images=images)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -176,7 +212,12 @@ def pack(
         DataError: lengths that do not fit each other, or a sequence lacks log-probs asked for.
     """
     arrays, lengths = _flat(sequences, totals, how, log_probs)
-    return PackedBatch(**_tensors(arrays), cu_seqlens=_edges(lengths), lengths=lengths)
+    images = (
+        _images(sequences, arrays["position_ids"]) if any(s.images for s in sequences) else None
+    )
+    return PackedBatch(
+        **_tensors(arrays), cu_seqlens=_edges(lengths), lengths=lengths, images=images
+    )
 
 
 def padded(
@@ -205,6 +246,32 @@ def padded(
 def _edges(lengths: Sequence[int]) -> Tensor:
     """int32 [n + 1]: where each sequence begins, and the end."""
     return torch.tensor([0, *np.cumsum(lengths).tolist()], dtype=torch.int32)
+
+
+def _images(sequences: Sequence[TrainSequence], text: npt.NDArray[np.generic]) -> PackedImages:
+    """The images of sequences that lie end to end, whose tokens of text are at `text` [T]."""
+    positions = np.tile(text.astype(np.int64), (3, 1))
+    start, features, at, take = 0, 0, [], []
+    first: dict[int, int] = {}
+    given = []
+    for sequence in sequences:
+        end = start + len(sequence.tokens)
+        if (images := sequence.images) is not None:
+            positions[:, start:end] = images.positions
+            at.append(images.at + start)
+            if id(images.pixels) not in first:
+                first[id(images.pixels)] = features
+                given.append(images.pixels)
+                features += len(images.at)
+            take.append(np.arange(len(images.at)) + first[id(images.pixels)])
+        start = end
+    return PackedImages(
+        pixel_values=torch.from_numpy(np.concatenate([one.values for one in given])),
+        grids=torch.from_numpy(np.concatenate([one.grids for one in given])),
+        at=torch.from_numpy(np.concatenate(at)),
+        take=torch.from_numpy(np.concatenate(take)),
+        positions=torch.from_numpy(positions),
+    )
 
 
 def _tensors(arrays: _Arrays) -> dict[str, Any]:

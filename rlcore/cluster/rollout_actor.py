@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,7 @@ from rlcore.config.tree import (
 )
 from rlcore.data import Dataset, load_dataset
 from rlcore.errors import ConfigError, EngineError, Fenced
+from rlcore.images.processor import ImageProcessor, own_template
 from rlcore.rollout.buffer import Group, read_buffer, write_buffer
 from rlcore.rollout.demonstrate import demonstrate, raw
 from rlcore.rollout.evaluate import EvalSet, evaluate, set_score
@@ -538,15 +539,22 @@ def _load(plan: RolloutPlan) -> _Loaded:
     tokenizer = load_tokenizer(
         plan.model.tokenizer or plan.model_folder, plan.model.trust_remote_code
     )
+    if plan.data.multimodal_keys and (template := own_template(plan.model_folder)):
+        tokenizer.chat_template = template
+
+    @cache
+    def images() -> ImageProcessor:
+        return ImageProcessor(plan.model_folder, trust_remote_code=plan.model.trust_remote_code)
+
     eval_sets = []
     for held_out in [] if plan.supervised else plan.eval.datasets:
         own = held_out.data(plan.data)
-        found = load_dataset(own, lambda: tokenizer, evaluation=True)
+        found = load_dataset(own, lambda: tokenizer, evaluation=True, get_images=images)
         eval_sets.append(EvalSet(held_out, found))
     data = raw(plan.data) if plan.supervised else plan.data
     return _Loaded(
         tokenizer=tokenizer,
-        dataset=load_dataset(data, lambda: tokenizer),
+        dataset=load_dataset(data, lambda: tokenizer, get_images=images),
         eval_sets=eval_sets,
         limits=Limits.of_model(plan.model_folder, plan.rollout.context_length),
     )

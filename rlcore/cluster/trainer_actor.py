@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from rlcore.cluster.actor_logs import Line, Lines, shown
 from rlcore.config.tree import AlgorithmConfig, ModelConfig, Scalar, TrainConfig
 from rlcore.errors import Corrupt, Fenced, TrainError
+from rlcore.images.processor import takes_images
 from rlcore.slime.compat import state as slime
 from rlcore.starting_model import prepare_model
 from rlcore.store.files import download_folder, file_ref, upload_file, upload_folder
@@ -217,7 +218,8 @@ class TrainerActor:
         from rlcore.train.batch import read_rollout
 
         self._check(epoch)
-        self._ahead = (rollout, read_rollout(self._objects, rollout))
+        images = takes_images(self._spec.model_folder)
+        self._ahead = (rollout, read_rollout(self._objects, rollout, images=images))
 
     def train(self, epoch: int, prev: str, new: str, files: BatchFiles) -> TrainReport:
         """Train the committed batch: from state `prev` to state `new`."""
@@ -234,6 +236,7 @@ class TrainerActor:
             algorithm=self._spec.algorithm,
             rank=self._rank,
             world=self._world,
+            images=trainer.images,
         )
         report = trainer.train(prev, new, batch)
         if self._rank == 0:

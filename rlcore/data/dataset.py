@@ -16,9 +16,11 @@ from rlcore.config.tree import DataConfig
 from rlcore.data.index import LinePrompts
 from rlcore.data.order import Order
 from rlcore.data.prompts import (
+    GetImages,
     Prompt,
     apply_template,
     encode_prompts,
+    no_images,
     prompt_of,
     require_text,
 )
@@ -64,6 +66,7 @@ class Dataset:
         columns: names, in the order they first appear.
         sizes: prompts of each file.
         weights: of each file.
+        get_images: gives the model's image processor.
     """
 
     path: str
@@ -73,6 +76,7 @@ class Dataset:
     columns: list[str] = field(default_factory=list)
     sizes: tuple[int, ...] = ()
     weights: tuple[float, ...] = ()
+    get_images: GetImages = no_images
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -82,14 +86,15 @@ class Dataset:
         return Order(self.sizes or (len(self),), self.weights or (1.0,), seed, shuffle)
 
     def tokenized(self, positions: Sequence[int], tokenizer: Any) -> list[Prompt]:
-        """The prompts at these positions, each with its token ids.
+        """The prompts at these positions, each with its token ids and the bytes of its images.
 
         Raises:
-            DataError: a prompt is a list of messages, or has no tokens.
+            DataError: a prompt is a list of messages, has no tokens, or an image is broken.
         """
         picked = [self.prompts[position] for position in positions]
-        encode_prompts([p for p in picked if p.tokens is None], tokenizer, self.path)
-        return picked
+        untold = [p for p in picked if p.tokens is None]
+        encode_prompts(untold, tokenizer, self.path, self.get_images)
+        return [prompt.loaded() for prompt in picked]
 
 
 def check_dataset(
@@ -142,7 +147,11 @@ def first_rows(config: DataConfig, n: int) -> list[Prompt]:
 
 
 def load_dataset(
-    config: DataConfig, get_tokenizer: GetTokenizer, *, evaluation: bool = False
+    config: DataConfig,
+    get_tokenizer: GetTokenizer,
+    *,
+    evaluation: bool = False,
+    get_images: GetImages = no_images,
 ) -> Dataset:
     """Read a data set, apply the chat template and leave out prompts that are too long.
 
@@ -150,11 +159,13 @@ def load_dataset(
         config: the data section.
         get_tokenizer: gives the model's.
         evaluation: the prompts are for an evaluation.
+        get_images: gives the model's image processor.
 
     Raises:
         DataError: a file is missing, a row is broken or lacks a column, or no prompt is left.
     """
-    files = [_load(one, get_tokenizer, evaluation) for one in config.files()]
+    readers = [_Reader(one, evaluation, get_images) for one in config.files()]
+    files = [_load(reader, get_tokenizer) for reader in readers]
     if len(files) == 1:
         return files[0]
     return Dataset(
@@ -165,6 +176,7 @@ def load_dataset(
         list(dict.fromkeys(name for one in files for name in one.columns)),
         tuple(len(one) for one in files),
         (config.weight, *(one.weight for one in config.mix)),
+        get_images,
     )
 
 
@@ -185,8 +197,8 @@ class Joined(Sequence[Prompt]):
         raise IndexError(position)
 
 
-def _load(config: DataConfig, get_tokenizer: GetTokenizer, evaluation: bool) -> Dataset:
-    reader = _Reader(config, evaluation)
+def _load(reader: "_Reader", get_tokenizer: GetTokenizer) -> Dataset:
+    config = reader.config
     path = split_slice(config.path)[0]
     is_large = path.suffix in LINES and path.is_file() and path.stat().st_size > IN_MEMORY
     if is_large:
@@ -199,16 +211,26 @@ def _load(config: DataConfig, get_tokenizer: GetTokenizer, evaluation: bool) -> 
     else:
         prompts = [prompt for _, prompt in reader.short(get_tokenizer, template=True)]
     reader.require(len(prompts))
-    return Dataset(config.path, prompts, reader.skipped, reader.too_long, list(reader.columns))
+    return Dataset(
+        config.path,
+        prompts,
+        reader.skipped,
+        reader.too_long,
+        list(reader.columns),
+        get_images=reader.get_images,
+    )
 
 
 class _Reader:
     """Reads one file once and counts what it leaves out."""
 
-    def __init__(self, config: DataConfig, evaluation: bool) -> None:
+    def __init__(
+        self, config: DataConfig, evaluation: bool, get_images: GetImages = no_images
+    ) -> None:
         self.columns: dict[str, None] = {}
         self.skipped = self.too_long = 0
-        self._config = config
+        self.config = config
+        self.get_images = get_images
         self._name = split_slice(config.path)[0].name
         self._evaluation = evaluation
         self._first_error = ""
@@ -216,12 +238,12 @@ class _Reader:
 
     def prompts(self) -> Iterator[tuple[Row, Prompt]]:
         """All rows that can be used, no chat template applied."""
-        for row in read_rows(self._config.path):
+        for row in read_rows(self.config.path):
             self.columns.update(dict.fromkeys(row.values))
             try:
                 yield row, self._prompt(row)
             except DataError as error:
-                if not self._config.skip_bad_rows:
+                if not self.config.skip_bad_rows:
                     raise
                 self.skipped += 1
                 self._first_error = self._first_error or str(error)
@@ -241,8 +263,8 @@ class _Reader:
 
         def make(row: Row) -> Prompt:
             prompt = self._prompt(row)
-            if self._config.apply_chat_template:
-                apply_template([prompt], self._config.path, self._config, get_tokenizer())
+            if self.config.apply_chat_template:
+                apply_template([prompt], self.config.path, self.config, get_tokenizer())
             return prompt
 
         return make
@@ -253,24 +275,24 @@ class _Reader:
         Raises:
             DataError: nothing is; says why.
         """
-        path, skipped = self._config.path, self.skipped
+        path, skipped = self.config.path, self.skipped
         if count:
             return
         if self.too_long:
             raise DataError(
                 f"{path}: all {self.too_long} prompts have more than data.max_prompt_len = "
-                f"{self._config.max_prompt_len} tokens (the shortest has {self._shortest})"
+                f"{self.config.max_prompt_len} tokens (the shortest has {self._shortest})"
             )
         why = f": all {skipped} are bad, the first because {self._first_error}" if skipped else ""
         raise DataError(f"data set {path} has no rows that can be used{why}")
 
     def _prompt(self, row: Row) -> Prompt:
-        return prompt_of(row, self._name, self._config, evaluation=self._evaluation)
+        return prompt_of(row, self._name, self.config, evaluation=self._evaluation)
 
     def _fit(
         self, pairs: list[tuple[Row, Prompt]], get_tokenizer: GetTokenizer, template: bool
     ) -> Iterator[tuple[Row, Prompt]]:
-        config, longest = self._config, self._config.max_prompt_len
+        config, longest = self.config, self.config.max_prompt_len
         prompts = [prompt for _, prompt in pairs]
         if prompts and template and config.apply_chat_template:
             apply_template(prompts, config.path, config, get_tokenizer())
@@ -278,7 +300,7 @@ class _Reader:
             yield from pairs
             return
         if prompts:
-            encode_prompts(prompts, get_tokenizer(), config.path)
+            encode_prompts(prompts, get_tokenizer(), config.path, self.get_images)
         for row, prompt in pairs:
             length = len(prompt.tokens or ())
             if length <= longest:

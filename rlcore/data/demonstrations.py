@@ -40,9 +40,11 @@ def require_demonstration(prompt: Prompt, path: str) -> None:
     Raises:
         DataError: it has not; names file and row.
     """
+    place = f"{path} row {prompt.row}"
+    if prompt.has_images:
+        raise DataError(f"{place}: run.mode = 'sft' learns from text alone, but the row has images")
     if prompt.response is not None:
         return
-    place = f"{path} row {prompt.row}"
     if isinstance(prompt.prompt, str):
         raise DataError(
             f"{place}: the prompt is a text, and run.mode = 'sft' has no response to learn; name "

@@ -8,17 +8,23 @@ import difflib
 import hashlib
 import json
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from rlcore.config.tree import DataConfig
-from rlcore.data.rows import Row
+from rlcore.data.rows import Row, split_slice
 from rlcore.errors import DataError
+from rlcore.images.files import KIND as IMAGE
+from rlcore.images.files import check_image, images_of, read_image
+from rlcore.images.processor import ImageProcessor
 from rlcore.rollout.limits import ROW_PARAMS_KEY, check_row_params
 from rlcore.sample import Sample
 
 Messages = list[dict[str, Any]]
+GetImages = Callable[[], ImageProcessor]
+"""Gives the model's image processor; called only where a prompt has images."""
 # json.dumps would make one for each row.
 _ENCODER = json.JSONEncoder(sort_keys=True, ensure_ascii=False, separators=(",", ":"), default=str)
 
@@ -35,7 +41,8 @@ class Prompt:
         response: what is to be learned as the answer, where the rows have a column of it.
         metadata: more for the reward function; "tools" holds the tool descriptions.
         tokens: ids of the prompt, once they were needed.
-        media: kind -> items, as the file has them.
+        media: kind -> items, as the file has them; images as `loaded` makes them.
+        folder: that paths of images begin at.
         generate_function_path, custom_rm_path: functions that the row names for itself.
     """
 
@@ -47,8 +54,25 @@ class Prompt:
     metadata: dict[str, Any] = field(default_factory=dict)
     tokens: list[int] | None = None
     media: dict[str, list[Any]] | None = None
+    folder: Path | None = None
     generate_function_path: str | None = None
     custom_rm_path: str | None = None
+
+    @property
+    def has_images(self) -> bool:
+        """Whether it is to be given with images."""
+        return bool((self.media or {}).get(IMAGE))
+
+    def loaded(self) -> "Prompt":
+        """The prompt with the bytes of its images; itself, where it has none.
+
+        Raises:
+            DataError: there is no such image, or it is broken.
+        """
+        if self.media is None or not self.has_images:
+            return self
+        items = [read_image(item, self.folder) for item in self.media[IMAGE]]
+        return replace(self, media=self.media | {IMAGE: items})
 
     def sample(self) -> Sample:
         """A new sample of this prompt, nothing generated yet."""
@@ -92,6 +116,8 @@ def prompt_of(row: Row, name: str, config: DataConfig, *, evaluation: bool = Fal
             metadata[ROW_PARAMS_KEY] = own
     media = _media(row, config.multimodal_keys)
     prompt = _prompt_value(row, config)
+    folder = _folder(config.path) if media else None
+    _check_images(row, media, folder)
     return Prompt(
         prompt_id=_identity(name, row),
         row=row.number,
@@ -102,6 +128,7 @@ def prompt_of(row: Row, name: str, config: DataConfig, *, evaluation: bool = Fal
         response=None if config.response_key is None else _response(row, config.response_key),
         metadata=metadata,
         media=media,
+        folder=folder,
         generate_function_path=_name(row, config.generate_function_key),
         custom_rm_path=_name(row, config.custom_rm_key),
     )
@@ -199,6 +226,20 @@ def _media(row: Row, keys: dict[str, str]) -> dict[str, list[Any]] | None:
     return found or None
 
 
+def _folder(path: str) -> Path:
+    """Where relative paths of a data file's rows begin."""
+    file = split_slice(path)[0]
+    return file if file.is_dir() else file.parent
+
+
+def _check_images(row: Row, media: dict[str, list[Any]] | None, folder: Path | None) -> None:
+    for k, item in enumerate((media or {}).get(IMAGE, []), 1):
+        try:
+            check_image(read_image(item, folder))
+        except DataError as error:
+            raise DataError(f"{row.place}, image {k}: {error}") from None
+
+
 def with_media(prompt: str | Messages, media: dict[str, list[Any]], place: str) -> Messages:
     """Chat messages in which every `<image>`, `<video>` or `<audio>` is the next item of its kind.
 
@@ -223,7 +264,8 @@ def with_media(prompt: str | Messages, media: dict[str, list[Any]], place: str) 
             if not left[kind]:
                 raise DataError(f"{place} has more {found[0]} than items of that kind")
             item = left[kind].pop(0)
-            parts.append(item if isinstance(item, dict) else {"type": kind, kind: item})
+            part = isinstance(item, dict) and "bytes" not in item
+            parts.append(item if part else {"type": kind, kind: item})
         if text[end:]:
             parts.append({"type": "text", "text": text[end:]})
         out.append(message | {"content": parts})
@@ -290,8 +332,21 @@ def rendered(
     return text
 
 
-def encode_prompts(prompts: Sequence[Prompt], tokenizer: Any, path: str) -> None:
-    """Set `tokens` of prompts. No special tokens are added: a template brings its own."""
+def no_images() -> ImageProcessor:
+    """Stands where no model is known that images could be for."""
+    raise DataError("the prompts have images, but there is no model to process them for")
+
+
+def encode_prompts(
+    prompts: Sequence[Prompt], tokenizer: Any, path: str, get_images: GetImages = no_images
+) -> None:
+    """Set `tokens` of prompts. No special tokens are added: a template brings its own.
+
+    The placeholder of an image is repeated as often as the image has features.
+
+    Raises:
+        DataError: a prompt has no text or no tokens, or an image is broken or has no place.
+    """
     require_text(prompts, path)
     if not prompts:
         return
@@ -300,6 +355,15 @@ def encode_prompts(prompts: Sequence[Prompt], tokenizer: Any, path: str) -> None
         if not tokens:
             raise DataError(f"{path} row {prompt.row}: the prompt has no tokens: {prompt.prompt!r}")
         prompt.tokens = list(tokens)
+        if prompt.has_images:
+            prompt.tokens = _with_places(prompt, path, get_images())
+
+
+def _with_places(prompt: Prompt, path: str, images: ImageProcessor) -> list[int]:
+    try:
+        return images.expand(prompt.tokens or [], images_of(prompt.loaded().media))
+    except DataError as error:
+        raise DataError(f"{path} row {prompt.row}: {error}") from None
 
 
 def require_text(prompts: Sequence[Prompt], path: str) -> None:

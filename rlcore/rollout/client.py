@@ -20,6 +20,7 @@ import httpx
 import orjson
 
 from rlcore.errors import EngineError
+from rlcore.images.layout import collapse
 from rlcore.rollout.blobs import Blob, with_blobs
 from rlcore.rollout.limits import Limits, check_request
 
@@ -33,14 +34,17 @@ class GenerateRequest:
     """One prompt to continue.
 
     Attributes:
-        input_ids: prompt, or prompt and the response so far.
+        input_ids: prompt, or prompt and the response so far; of an image, a placeholder for each
+            of its features.
         sampling_params: by SGLang's names.
         rid: name under which `abort` finds it.
+        images: of the prompt, as data URIs.
     """
 
     input_ids: list[int]
     sampling_params: dict[str, Any]
     rid: str | None = None
+    images: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,17 +131,19 @@ class EngineClient:
         for request in requests:
             check_request(request.input_ids, request.sampling_params, self.limits)
         body: dict[str, Any] = {
-            "input_ids": [r.input_ids for r in requests],
+            "input_ids": [self._placeholders(r) for r in requests],
             "sampling_params": [r.sampling_params for r in requests],
             "return_logprob": True,
         }
+        if any(r.images for r in requests):
+            body["image_data"] = [list(r.images) for r in requests]
         if all(r.rid is not None for r in requests):
             body["rid"] = [r.rid for r in requests]
         replies = await self._json("POST", "/generate", body)
         if not isinstance(replies, list) or len(replies) != len(requests):
             got = len(replies) if isinstance(replies, list) else type(replies).__name__
             raise EngineError(f"{self.url}/generate answered {got} for {len(requests)} requests")
-        return [self._result(reply) for reply in replies]
+        return [self._result(reply, r) for reply, r in zip(replies, requests, strict=True)]
 
     async def prompt_log_probs(self, sequences: Sequence[list[int]]) -> list[list[float]]:
         """Log-probs of the tokens of given sequences, all but each one's first, at temperature 1.
@@ -166,9 +172,21 @@ class EngineClient:
             out.append([float(entry[0]) for entry in entries[1:]])
         return out
 
-    def _result(self, reply: dict[str, Any]) -> GenerateResult:
+    def _placeholders(self, request: GenerateRequest) -> list[int]:
+        """Ids as an engine takes them, which repeats the placeholder of an image itself."""
+        if not request.images:
+            return request.input_ids
+        if self.limits is None or self.limits.image_token is None:
+            raise EngineError(
+                "a request has images, but the model takes none (its config.json has no "
+                "image_token_id)"
+            )
+        return collapse(request.input_ids, len(request.images), self.limits.image_token)
+
+    def _result(self, reply: dict[str, Any], request: GenerateRequest) -> GenerateResult:
         try:
             meta = reply["meta_info"]
+            read = meta["prompt_tokens"] if request.images else len(request.input_ids)
             reason = meta["finish_reason"]
             entries = meta.get("output_token_logprobs") or []
             tokens = reply["output_ids"]
@@ -189,6 +207,13 @@ class EngineClient:
                 f"{self.url}/generate answered something else than SGLang does: "
                 f"{type(error).__name__} {error} in {str(reply)[:200]}"
             ) from None
+        # What was ended before it began may have been read by nobody.
+        if tokens and read != len(request.input_ids):
+            raise EngineError(
+                f"{self.url}/generate read a prompt with {len(request.images)} images as {read} "
+                f"tokens, not {len(request.input_ids)}: its image processor is another than that "
+                "of the model's folder (preprocessor_config.json)"
+            )
         if [entry[1] for entry in entries] != tokens:
             raise EngineError(
                 f"{self.url}/generate answered {len(tokens)} tokens, but log-probs of other "

@@ -20,6 +20,7 @@ from typing import Any
 
 from rlcore.config.tree import RolloutConfig
 from rlcore.errors import DataError, EngineError, PluginError, SluiceError
+from rlcore.images.files import data_uris, images_of
 from rlcore.plugins import Kind, load_checked, takes
 from rlcore.rollout.args import PluginArgs
 from rlcore.rollout.client import GenerateRequest, GenerateResult
@@ -58,10 +59,25 @@ class GenerateArgs(PluginArgs):
         super().__init__(config.model_dump() | own)
         slime.serve(pool, tokenizer)
 
-    async def generate(self, input_ids: list[int], sampling_params: Params) -> GenerateResult:
-        """One request to an engine; failures are retried as the settings say."""
-        [result] = await self.pool.generate([GenerateRequest(input_ids, sampling_params)])
+    async def generate(
+        self, input_ids: list[int], sampling_params: Params, images: Sequence[str] = ()
+    ) -> GenerateResult:
+        """One request to an engine; failures are retried as the settings say.
+
+        `images` are those of the prompt: `sample_images(sample)`.
+        """
+        request = GenerateRequest(input_ids, sampling_params, images=images)
+        [result] = await self.pool.generate([request])
         return result
+
+
+def sample_images(sample: Sample) -> list[str]:
+    """The images of a sample's prompt, as engines take them.
+
+    Raises:
+        DataError: one is broken, or was not read.
+    """
+    return data_uris(images_of(sample.multimodal_inputs))
 
 
 def sample_seed(run_seed: int, scope: str, prompt_id: str, index_in_group: int) -> int:
@@ -209,7 +225,9 @@ class Generator:
         return self._params | sample.metadata.get(ROW_PARAMS_KEY, {}) | own
 
     async def _plain(self, samples: list[Sample], group: int, ready: Ready | None) -> list[Sample]:
-        requests = [GenerateRequest(s.tokens, self._own_params(s)) for s in samples]
+        requests = [
+            GenerateRequest(s.tokens, self._own_params(s), images=sample_images(s)) for s in samples
+        ]
         ends: dict[int, int] = {}
         told = 0
 

@@ -97,10 +97,12 @@ class Limits:
     Attributes:
         vocab_size: ids are in [0, vocab_size).
         context_length: most tokens of prompt and response together.
+        image_token: id that stands for images in a prompt; None: the model takes none.
     """
 
     vocab_size: int
     context_length: int
+    image_token: int | None = None
 
     @classmethod
     def of_model(cls, folder: str | Path, context_length: int | None = None) -> "Limits":
@@ -128,7 +130,7 @@ class Limits:
             raise ConfigError(
                 f"{path} has no max_position_embeddings; set rollout.context_length instead"
             )
-        return cls(config["vocab_size"], longest)
+        return cls(config["vocab_size"], longest, config.get("image_token_id"))
 
     def response_budget(self, prompt_length: int, wanted: int) -> int:
         """Tokens a response may have: what the context leaves of those wanted; may be negative."""

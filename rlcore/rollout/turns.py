@@ -25,7 +25,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from rlcore.errors import PluginError
-from rlcore.rollout.generate import GenerateArgs, apply_result
+from rlcore.rollout.generate import GenerateArgs, apply_result, sample_images
 from rlcore.sample import Sample, Status
 
 STATE = "turns"
@@ -107,7 +107,8 @@ class Turns:
         params = self._params | {"max_new_tokens": self.room}
         if stop:
             params["stop"] = [*params.get("stop", []), *stop]
-        apply_result(sample, await self._args.generate(sample.tokens, params))
+        images = sample_images(sample)
+        apply_result(sample, await self._args.generate(sample.tokens, params, images))
         self.said = sample.response[state["begun"] :]
         if sample.status == Status.ABORTED:
             return False

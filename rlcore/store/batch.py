@@ -333,6 +333,8 @@ def _encode(table: pa.Table, sink: "_HashingSink") -> None:
         row_group_size=max(1, GROUP_BYTES // row_bytes),
         compression="zstd",
         use_dictionary=texts,
+        # The samples of a group hold the same images: each is written once.
+        dictionary_pagesize_limit=GROUP_BYTES,
         column_encoding=split,
         write_statistics=[name for name in table.schema.names if name in _WITH_STATISTICS],
         write_page_checksum=True,

@@ -62,8 +62,10 @@ SAMPLES = _schema(
         _field("generate_function_path", pa.string(), "function that generated"),
         _field("custom_rm_path", pa.string(), "function that scores"),
         _json("apply_chat_template_kwargs", "arguments of the chat template"),
-        _json("multimodal_inputs", "images and the like, as given"),
-        _json("multimodal_train_inputs", "images and the like, as processed"),
+        _json("multimodal_inputs", "images (the bytes of their files) and the like"),
+        _json(
+            "multimodal_train_inputs", "what a function of one's own made of them for the trainer"
+        ),
         _json("multimodal_train_input_id", "which of them it has"),
         _field("routed_experts", _many(pa.int32()), "expert id; row-major in its shape"),
         _field("routed_experts_shape", _many(pa.int32()), "tokens - 1, layers, top-k"),

@@ -35,6 +35,7 @@ from rlcore.algorithms.packing import LogProbs, TrainSequence
 from rlcore.algorithms.plan import Step, plan
 from rlcore.config.tree import AlgorithmConfig, TrainConfig
 from rlcore.errors import DataError
+from rlcore.images.processor import ImageProcessor
 from rlcore.rollout.groups import execution_of
 from rlcore.sample import Sample, Status
 from rlcore.store.batch import read_parts
@@ -43,6 +44,7 @@ from rlcore.store.objects import Objects
 from rlcore.store.rows import table_to_samples
 from rlcore.train.converted import LOG_PROBS
 from rlcore.train.custom import Functions
+from rlcore.train.images import IMAGE_COLUMNS, BatchImages
 from rlcore.train.trainer import BatchFiles, TrainBatch, TrainStep
 
 SAMPLE_COLUMNS = (
@@ -58,13 +60,13 @@ SAMPLE_COLUMNS = (
 )
 
 
-def read_rollout(objects: Objects, rollout: Sequence[FileRef]) -> pa.Table:
-    """What training needs of a rollout's samples.
+def read_rollout(objects: Objects, rollout: Sequence[FileRef], *, images: bool = False) -> pa.Table:
+    """What training needs of a rollout's samples; their images too, if the model takes them.
 
     Raises:
         Corrupt: a part is not what was committed.
     """
-    return read_parts(objects, rollout, SAMPLE_COLUMNS)
+    return read_parts(objects, rollout, SAMPLE_COLUMNS + (IMAGE_COLUMNS if images else ()))
 
 
 def load_batch(
@@ -76,6 +78,7 @@ def load_batch(
     rank: int,
     world: int,
     rollout: pa.Table | None = None,
+    images: ImageProcessor | None = None,
 ) -> TrainBatch:
     """Reads a batch and takes the share of one rank.
 
@@ -85,13 +88,16 @@ def load_batch(
         train, algorithm: settings.
         rank, world: whose share.
         rollout: the rollout's columns, where they were read before.
+        images: of the model, where it takes them.
 
     Raises:
         Corrupt: a part is not what was committed.
         DataError: the parts do not belong together.
         PluginError: a function of one's own makes no numbers of the rewards, or no sequences.
     """
-    samples = _Samples(read_rollout(objects, files.rollout) if rollout is None else rollout)
+    if rollout is None:
+        rollout = read_rollout(objects, files.rollout, images=images is not None)
+    samples = _Samples(rollout, images)
     rewards, keep = _verdicts(objects, files, samples.count, samples.status)
     advantages = sample_advantages(
         AdvantageInputs(
@@ -302,8 +308,9 @@ class _Lists:
 class _Samples:
     """What training needs of a rollout batch, by row."""
 
-    def __init__(self, table: pa.Table) -> None:
+    def __init__(self, table: pa.Table, images: ImageProcessor | None) -> None:
         self.count = table.num_rows
+        self.images = None if images is None else BatchImages(table, images)
         self.groups = table["group_index"].to_pylist()
         self.executions = execution_of(self.groups, table["rollout_id"].to_pylist())
         self.status = table["status"].to_pylist()
@@ -321,11 +328,16 @@ class _Samples:
         self, row: int, advantage: float, given: Sequence[LogProbs], execution_tokens: int
     ) -> TrainSequence:
         """A row as the trainer takes it, with the log-probs that all rows are given."""
+        tokens, response = self.tokens.row(row), int(self.response_lengths[row])
+        images = None
+        if self.images is not None:
+            images = self.images.of(row, tokens, len(tokens) - response)  # type: ignore[arg-type]
         return TrainSequence(
-            tokens=self.tokens.row(row),  # type: ignore[arg-type]
-            response_length=int(self.response_lengths[row]),
+            tokens=tokens,  # type: ignore[arg-type]
+            response_length=response,
             loss_mask=self.masks.row(row),  # type: ignore[arg-type]
             advantages=advantage,
             execution_tokens=execution_tokens,
+            images=images,
             **{name: self.log_probs[name].row(row) for name in given},  # type: ignore[arg-type]
         )

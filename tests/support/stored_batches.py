@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from rlcore.config.tree import AlgorithmConfig, TrainConfig
+from rlcore.images.processor import ImageProcessor
 from rlcore.sample import Sample
 from rlcore.store.batch import (
     SCORES,
@@ -53,6 +54,7 @@ class Stored:
         rank: int = 0,
         world: int = 1,
         algorithm: AlgorithmConfig | None = None,
+        images: ImageProcessor | None = None,
         **train: Any,
     ) -> TrainBatch:
         """A rank's share; Dr.GRPO's advantages where no algorithm is given."""
@@ -63,4 +65,5 @@ class Stored:
             algorithm=algorithm or AlgorithmConfig(grpo_std_normalization=False),
             rank=rank,
             world=world,
+            images=images,
         )

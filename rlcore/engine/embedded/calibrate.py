@@ -17,6 +17,8 @@ from rlcore.engine.embedded import attention
 from rlcore.engine.embedded.kv import Lane
 from rlcore.engine.embedded.runner import PREFILL_TOKENS, ModelRunner, padded
 from rlcore.errors import EngineError
+from rlcore.images.layout import SequenceImages
+from rlcore.images.trial import trial
 
 log = logging.getLogger(__name__)
 
@@ -45,16 +47,26 @@ def _tokens(runner: ModelRunner, generator: torch.Generator, count: int) -> list
     return torch.randint(0, runner.vocab_size, (count,), generator=generator).tolist()
 
 
-@torch.inference_mode()
 def _check_model(runner: ModelRunner, generator: torch.Generator) -> None:
     """Compare prefill and one decode step with the model's own forward."""
-    tokens = _tokens(runner, generator, min(24, runner.context_length))
-    runner.model.set_attn_implementation("sdpa")
-    reference = runner.model(torch.tensor([tokens], device=runner.device), use_cache=False).logits[
-        0
-    ]
-    runner.model.set_attn_implementation(attention.NAME)
-    prompt = runner.prefill([tokens[:-1]])[0]
+    _compare(runner, _tokens(runner, generator, min(24, runner.context_length)), None, {})
+    if runner.sees:
+        made = trial(runner.model)
+        _compare(runner, made.tokens, made.images, made.forward)
+
+
+@torch.inference_mode()
+def _compare(
+    runner: ModelRunner,
+    tokens: list[int],
+    images: SequenceImages | None,
+    forward: dict[str, Tensor],
+) -> None:
+    runner.attend("sdpa")
+    ids = torch.tensor([tokens], device=runner.device)
+    reference = runner.model(ids, use_cache=False, **forward).logits[0]
+    runner.attend(attention.NAME)
+    prompt = runner.prefill([tokens[:-1]], [images])[0]
     lane = Lane(runner.kv_shape, runner.lane_length(len(tokens)))
     lane.append(torch.zeros(1, dtype=torch.long).numpy(), prompt.kv)
     device = runner.device
@@ -63,6 +75,7 @@ def _check_model(runner: ModelRunner, generator: torch.Generator) -> None:
         0,
         torch.tensor(tokens[-1:], device=device),
         torch.tensor([len(tokens) - 1], device=device),
+        torch.tensor([0 if images is None else images.shift], device=device),
     )
     ours = torch.cat((prompt.logits[None], last))
     gap = (ours - reference[-2:].float()).abs().max() / reference.abs().max()

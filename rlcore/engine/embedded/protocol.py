@@ -14,11 +14,14 @@ from typing import Any
 
 from rlcore.engine.embedded.params import SamplingParams, parse_sampling_params
 from rlcore.errors import EngineError
+from rlcore.images.layout import SequenceImages
 
 _KEYS = frozenset(
     ("text", "input_ids", "sampling_params", "rid", "return_logprob", "logprob_start_len",
-     "top_logprobs_num", "stream")
+     "top_logprobs_num", "stream", "image_data")
 )  # fmt: skip
+See = Callable[[list[int], list[str]], tuple[list[int], SequenceImages]]
+"""Ids of a prompt and its images -> ids with a placeholder for each feature, and the images."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +42,9 @@ class Request:
     """The id that the caller gave; differs from `rid` where n > 1. Either aborts the request."""
     tokens: list[int]
     """Prompt ids."""
+    images: SequenceImages | None
     key: bytes
-    """The prompt as bytes: equal prompts share one prefill."""
+    """The prompt and its images as bytes: equal prompts share one prefill."""
     params: SamplingParams
     max_new_tokens: int
     seed: int | None
@@ -88,10 +92,20 @@ class Call:
             self.done()
 
 
+def blind(ids: list[int], images: list[str]) -> tuple[list[int], SequenceImages]:
+    """Stands where the model takes no images."""
+    raise EngineError("image_data is given, but the model takes no images.")
+
+
 def parse_call(
-    body: object, limits: Limits, encode: Callable[[list[str]], list[list[int]]]
+    body: object,
+    limits: Limits,
+    encode: Callable[[list[str]], list[list[int]]],
+    see: See = blind,
 ) -> Call:
-    """Check a `/generate` body; `encode` turns texts into ids. EngineError says what is wrong."""
+    """Check a `/generate` body; `encode` turns texts into ids, `see` places images among them.
+    EngineError says what is wrong.
+    """
     if not isinstance(body, Mapping):
         raise EngineError("The body of /generate must be a JSON object.")
     for key, value in body.items():
@@ -101,6 +115,7 @@ def parse_call(
         raise EngineError("stream=true is not offered by this engine; ask without it.")
     prompts, batched = _prompts(body, encode)
     count = len(prompts)
+    prompts, images = _with_images(prompts, _images(body.get("image_data"), count, batched), see)
     params = _each_params(body.get("sampling_params"), count, batched)
     rids = _each(body, "rid", count, batched, str, None)
     wants = _each(body, "return_logprob", count, batched, bool, False)
@@ -119,7 +134,12 @@ def parse_call(
                 f"top_logprobs_num must be between 0 and the vocabulary's {limits.vocab_size}, "
                 f"got {tops[i]}."
             )
-        requests += _samples(prompt, params[i], budget, rids[i], wants[i], start, tops[i])
+        key = array("q", prompt).tobytes()
+        if (seen := images[i]) is not None:
+            key += seen.digest
+        requests += _samples(
+            prompt, seen, key, params[i], budget, rids[i], wants[i], start, tops[i]
+        )
     return Call(requests, batched or any(p.n > 1 for p in params), pending=len(requests))
 
 
@@ -145,6 +165,38 @@ def _prompts(
         raise EngineError("input_ids cannot be empty.")
     batched = isinstance(ids[0], list)
     return (ids if batched else [ids]), batched
+
+
+def _images(raw: object, count: int, batched: bool) -> list[list[str]]:
+    """The images of every prompt: of one prompt one or a list, of several a list with one, a list
+    or nothing for each.
+    """
+    if raw is None or raw == []:
+        return [[]] * count
+    each = raw if batched else [raw]
+    if not isinstance(each, list) or len(each) != count:
+        raise EngineError("The length of image_data should be equal to the batch size.")
+    lists = [one if isinstance(one, list) else [] if one is None else [one] for one in each]
+    if not all(isinstance(image, str) for one in lists for image in one):
+        raise EngineError("image_data must hold images as data URIs or base64.")
+    return lists
+
+
+def _with_images(
+    prompts: list[list[int]], images: list[list[str]], see: See
+) -> tuple[list[list[int]], list[SequenceImages | None]]:
+    """Prompts with placeholders for their images; samples of one prompt share what was made."""
+    known: dict[tuple[tuple[int, ...], tuple[str, ...]], Any] = {}
+    out: list[tuple[list[int], SequenceImages | None]] = []
+    for ids, own in zip(prompts, images, strict=True):
+        if not own:
+            out.append((ids, None))
+            continue
+        what = (tuple(ids), tuple(own))
+        if what not in known:
+            known[what] = see(ids, own)
+        out.append(known[what])
+    return [ids for ids, _ in out], [seen for _, seen in out]
 
 
 def _check_prompt(prompt: object, params: SamplingParams, limits: Limits) -> int:
@@ -181,6 +233,8 @@ def _check_prompt(prompt: object, params: SamplingParams, limits: Limits) -> int
 
 def _samples(
     prompt: list[int],
+    images: SequenceImages | None,
+    key: bytes,
     params: SamplingParams,
     budget: int,
     rid: str | None,
@@ -188,7 +242,6 @@ def _samples(
     start: int,
     top: int,
 ) -> list[Request]:
-    key = array("q", prompt).tobytes()
     name = rid or uuid.uuid4().hex
     names = [name] if params.n == 1 else [f"{name}_{i}" for i in range(params.n)]
     one = replace(params, n=1) if params.n > 1 else params
@@ -197,6 +250,7 @@ def _samples(
             rid=names[i],
             group=name,
             tokens=prompt,
+            images=images,
             key=key,
             params=one,
             max_new_tokens=budget,

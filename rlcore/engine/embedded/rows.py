@@ -41,6 +41,8 @@ class Rows:
         """Tokens of prompt and answer so far."""
         self.last: Ints = np.zeros(capacity, dtype=np.int64)
         """The newest token, not yet in the cache."""
+        self.shift: Ints = np.zeros(capacity, dtype=np.int64)
+        """What the prompt's images add to positions."""
         self._left: Ints = np.zeros(capacity, dtype=np.int64)
         self._temperature = np.zeros(capacity, dtype=np.float32)
         self._top_k: Ints = np.zeros(capacity, dtype=np.int64)
@@ -70,6 +72,7 @@ class Rows:
         assert request.seed is not None
         self.requests[row] = request
         self.length[row] = len(request.tokens)
+        self.shift[row] = 0 if request.images is None else request.images.shift
         self._left[row] = request.max_new_tokens
         self._temperature[row] = params.temperature
         self._top_k[row] = params.top_k

@@ -8,6 +8,7 @@ machine (if it finds one, the engine computes row by row).
 
 import os
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,9 @@ from rlcore.engine.embedded.weights import (
     tied_names,
 )
 from rlcore.errors import EngineError
+from rlcore.images.layout import SequenceImages
+from rlcore.images.model import Picture, attend, attention_of, auto_class, decoder, embed, sees
+from rlcore.weights.names import checkpoint_names
 
 PROMPT_MULTIPLE = 16
 """Prompts are padded to a multiple of this: matrix kernels treat full tiles alike."""
@@ -38,44 +42,50 @@ LOGIT_ROWS = 256
 
 
 class ModelRunner:
-    """One causal language model with its weights on one device. Used by one thread at a time."""
+    """One causal language model, which may see images, with its weights on one device. Used by one
+    thread at a time.
+    """
 
     def __init__(
         self, path: Path, dtype: str, device: str, context_length: int | None = None
     ) -> None:
-        from transformers import AutoModelForCausalLM
-
         attention.register()
         self.device = torch.device(device)
         self.dtype = getattr(torch, dtype)
-        model: Any = AutoModelForCausalLM.from_pretrained(
+        model: Any = auto_class(path).from_pretrained(
             str(path),
             dtype=self.dtype,
-            attn_implementation=attention.NAME,
+            attn_implementation=attention_of(path, attention.NAME),
             local_files_only=True,
             use_safetensors=True,
         )
         self.model = model
         self.model.to(self.device).eval().requires_grad_(False)
         self.config = model.config
+        text = model.config.get_text_config()
+        self.text_config = text
+        self.sees = sees(model.base_model)
         self.vocab_size = int(model.get_output_embeddings().weight.shape[0])
         self.context_length = self._context_length(context_length)
         self.kv_shape = KVShape(
-            layers=self.config.num_hidden_layers,
-            heads=getattr(self.config, "num_key_value_heads", self.config.num_attention_heads),
-            head_dim=getattr(self.config, "head_dim", None)
-            or self.config.hidden_size // self.config.num_attention_heads,
+            layers=text.num_hidden_layers,
+            heads=getattr(text, "num_key_value_heads", text.num_attention_heads),
+            head_dim=getattr(text, "head_dim", None)
+            or text.hidden_size // text.num_attention_heads,
             dtype=self.dtype,
             device=self.device,
         )
         _own_storage(self.model)
-        self.state: dict[str, Tensor] = dict(self.model.state_dict())
+        held: dict[str, Tensor] = dict(self.model.state_dict())
+        names = checkpoint_names(held, path)
+        self.state = {names[name]: tensor for name, tensor in held.items()}
+        """Under the names of the model's folder."""
         self.parameters = sum(p.numel() for p in model.parameters())
         sizing = _sizing(self.parameters)
         self.batch_sizes = tuple(size for size in BATCH_SIZES if size <= sizing.largest_batch)
         self.batched_prefill = True
         self.shortest_lane = _shortest_lane(
-            self.parameters, sizing.lane_share, self.config, self.kv_shape.head_dim
+            self.parameters, sizing.lane_share, text, self.kv_shape.head_dim
         )
         self._spill: Path | None = None
 
@@ -93,25 +103,35 @@ class ModelRunner:
         return max(self.shortest_lane, 1 << (tokens - 1).bit_length())
 
     def _context_length(self, wanted: int | None) -> int:
-        longest = int(self.config.max_position_embeddings)
+        longest = int(self.text_config.max_position_embeddings)
         if wanted is not None and wanted > longest:
             raise EngineError(
                 f"--context-length {wanted} exceeds the model's max_position_embeddings {longest}."
             )
         return wanted or longest
 
+    def attend(self, name: str) -> None:
+        """Compute attention by another implementation of transformers."""
+        attend(self.model, name)
+
     # -- computing ---------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def prefill(self, prompts: list[list[int]]) -> list[Prompt]:
-        """Read prompts whose padded lengths are equal; see `padded`."""
+    def prefill(
+        self, prompts: list[list[int]], images: Sequence[SequenceImages | None] = ()
+    ) -> list[Prompt]:
+        """Read prompts whose padded lengths are equal; see `padded`. `images` are those of each."""
         rows, length = len(prompts), padded(len(prompts[0]))
         ids = torch.zeros((rows, length), dtype=torch.long)
         for i, prompt in enumerate(prompts):
             ids[i, : len(prompt)] = torch.tensor(prompt)
         kv = self.kv_shape.zeros(rows, length)
-        positions = torch.arange(length, device=self.device)[None].expand(rows, -1)
-        hidden = self._hidden(ids.to(self.device), positions, attention.Prefill(kv))
+        ids = ids.to(self.device)
+        if any(images):
+            hidden = self._seen(ids, images, attention.Prefill(kv))
+        else:
+            positions = torch.arange(length, device=self.device)[None].expand(rows, -1)
+            hidden = self._hidden(ids, positions, attention.Prefill(kv))
         last = torch.stack([hidden[i, len(p) - 1] for i, p in enumerate(prompts)])
         logits = torch.cat(
             [
@@ -132,15 +152,24 @@ class ModelRunner:
         ]
 
     @torch.inference_mode()
-    def decode(self, lane: Lane, begin: int, tokens: Tensor, positions: Tensor) -> Tensor:
+    def decode(
+        self,
+        lane: Lane,
+        begin: int,
+        tokens: Tensor,
+        positions: Tensor,
+        shift: Tensor | None = None,
+    ) -> Tensor:
         """Logits [n, vocabulary] after feeding `tokens` [n] at `positions` [n] to the lane's rows
-        from `begin` on. n is at most the largest batch size.
+        from `begin` on. n is at most the largest batch size. `shift` [n] is what images before
+        them add to the positions that the model is told.
         """
         count = len(tokens)
         rows = self._pad_rows(count)
         ids = torch.zeros(rows, dtype=torch.long, device=self.device)
         at = torch.zeros(rows, dtype=torch.long, device=self.device)
-        ids[:count], at[:count] = tokens, positions
+        ids[:count] = tokens
+        at[:count] = positions if shift is None else positions + shift
         step = attention.Decode(lane.kv[:, :, begin : begin + count], positions)
         hidden = self._hidden(ids[:, None], at[:, None], step)
         return self._logits(hidden[:, 0])[:count]
@@ -163,8 +192,40 @@ class ModelRunner:
         return values, tops
 
     def _hidden(self, ids: Tensor, positions: Tensor, step: attention.Step) -> Tensor:
-        output = self.model.base_model(
+        output = decoder(self.model.base_model)(
             input_ids=ids, position_ids=positions, use_cache=False, kv=step
+        )
+        return output.last_hidden_state
+
+    def _seen(
+        self, ids: Tensor, images: Sequence[SequenceImages | None], step: attention.Prefill
+    ) -> Tensor:
+        """`_hidden` of prompts with images."""
+        rows, length = ids.shape
+        positions = torch.arange(length).expand(3, rows, -1).clone()
+        places, pictures = [], []
+        for i, one in enumerate(images):
+            if one is None:
+                continue
+            told = torch.from_numpy(one.positions[:, :length])
+            positions[:, i, : told.shape[1]] = told
+            places.append(torch.from_numpy(one.at) + i * length)
+            # By itself: its features are not to depend on what else is read.
+            pixels, grids = one.pixels.values, one.pixels.grids
+            pictures.append(
+                Picture(
+                    torch.from_numpy(pixels).to(self.device),
+                    torch.from_numpy(grids).to(self.device),
+                )
+            )
+        base = self.model.base_model
+        mixed, more = embed(base, ids, torch.cat(places).to(self.device), pictures)
+        output = decoder(base)(
+            inputs_embeds=mixed,
+            position_ids=positions.to(self.device),
+            use_cache=False,
+            kv=step,
+            **more,
         )
         return output.last_hidden_state
 

@@ -306,7 +306,9 @@ class Scheduler:
             return False
         prompts = {r.key: self._prompts.get(r.key) for r in chosen if r.key in self._prompts}
         if fresh:
-            read = self.runner.prefill([request.tokens for request in fresh])
+            read = self.runner.prefill(
+                [request.tokens for request in fresh], [request.images for request in fresh]
+            )
             for request, prompt in zip(fresh, read, strict=True):
                 prompts[request.key] = prompt
                 self._prompts.put(request.key, prompt)
@@ -415,6 +417,7 @@ class Scheduler:
                     begin,
                     torch.from_numpy(self._rows.last[part]).to(device),
                     torch.from_numpy(self._rows.length[part] - 1).to(device),
+                    torch.from_numpy(self._rows.shift[part]).to(device),
                 )
                 done[begin : begin + len(part)] = self._rows.advance(part, logits)
             outgrown = np.flatnonzero(~done & (self._rows.length[rows] > length))

@@ -18,7 +18,7 @@ from fastapi import FastAPI, Request, Response
 
 from rlcore.engine.embedded.groups import Groups
 from rlcore.engine.embedded.output import answer
-from rlcore.engine.embedded.protocol import Call, Limits, parse_call
+from rlcore.engine.embedded.protocol import Call, Limits, See, blind, parse_call
 from rlcore.engine.embedded.runner import ModelRunner
 from rlcore.engine.embedded.scheduler import Scheduler
 from rlcore.engine.embedded.tokenizer import Tokenizer
@@ -41,6 +41,12 @@ class Service:
     model_path: str
     settings: dict[str, Any]
     """The command line's settings, for /get_server_info."""
+    see: See = blind
+    """Places the images of a prompt."""
+
+    def parse(self, body: dict[str, Any]) -> Call:
+        """A `/generate` body as a call."""
+        return parse_call(body, self.limits, self.tokenizer.encode, self.see)
 
 
 class BadJson(Exception):
@@ -109,7 +115,10 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     @app.api_route("/generate", methods=["POST", "PUT"])
     async def generate(request: Request) -> Response:
         started = time.perf_counter()
-        call = parse_call(await _body(request), service.limits, service.tokenizer.encode)
+        body = await _body(request)
+        # Images are decoded and cut up, which takes its time.
+        seen = body.get("image_data")
+        call = await asyncio.to_thread(service.parse, body) if seen else service.parse(body)
         refusal = _unable(service)
         if refusal is not None:
             return refusal
@@ -134,7 +143,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         await _ask(service, lambda: None)
         if not scheduler.paused and not scheduler.released:
             body = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
-            await _finished(service, parse_call(body, service.limits, service.tokenizer.encode))
+            await _finished(service, service.parse(body))
         return Response(status_code=200 if scheduler.failure is None else 503)
 
 
@@ -193,7 +202,7 @@ def _add_information(app: FastAPI, service: Service) -> None:
                 "is_generation": True,
                 "preferred_sampling_params": None,
                 "weight_version": scheduler.weight_version,
-                "has_image_understanding": False,
+                "has_image_understanding": runner.sees,
                 "has_audio_understanding": False,
                 "model_type": runner.config.model_type,
                 "architectures": runner.config.architectures,

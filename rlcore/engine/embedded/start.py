@@ -3,19 +3,23 @@
 import argparse
 import gc
 import logging
+from pathlib import Path
 
 import psutil
 import torch
 import uvicorn
 
 from rlcore.engine.embedded.calibrate import calibrate
-from rlcore.engine.embedded.protocol import Limits
+from rlcore.engine.embedded.protocol import Limits, See, blind
 from rlcore.engine.embedded.rows import Rows
 from rlcore.engine.embedded.runner import ModelRunner
 from rlcore.engine.embedded.scheduler import Scheduler
 from rlcore.engine.embedded.server import Service, build_app
 from rlcore.engine.embedded.tokenizer import Tokenizer, end_tokens
-from rlcore.errors import EngineError
+from rlcore.errors import DataError, EngineError
+from rlcore.images.files import read_image
+from rlcore.images.layout import SequenceImages
+from rlcore.images.processor import ImageProcessor
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +47,7 @@ def build_service(arguments: argparse.Namespace) -> Service:
         runner,
         Rows(
             arguments.max_running_requests,
-            end_tokens(path, runner.config, tokenizer),
+            end_tokens(path, runner.text_config, tokenizer),
             runner.vocab_size,
             tokenizer.decode,
         ),
@@ -62,7 +66,23 @@ def build_service(arguments: argparse.Namespace) -> Service:
         "port": arguments.port,
     }
     limits = Limits(runner.context_length, runner.vocab_size)
-    return Service(scheduler, tokenizer, limits, str(path), settings)
+    see = image_reader(path) if runner.sees else blind
+    return Service(scheduler, tokenizer, limits, str(path), settings, see)
+
+
+def image_reader(path: Path) -> See:
+    """What places the images of a request, by the image processor of the model's folder."""
+    processor = ImageProcessor(path)
+
+    def see(ids: list[int], images: list[str]) -> tuple[list[int], SequenceImages]:
+        try:
+            read = [read_image(image, None) for image in images]
+            whole = processor.expand(ids, read)
+            return whole, processor.lay_out(whole, processor.pixels(read))
+        except DataError as error:
+            raise EngineError(f"image_data cannot be used: {error}.") from error
+
+    return see
 
 
 def serve(arguments: argparse.Namespace) -> int:

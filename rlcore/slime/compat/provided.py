@@ -14,7 +14,7 @@ from rlcore.errors import PluginError
 from rlcore.plugins import load_function as load
 from rlcore.rollout.client import GenerateRequest, GenerateResult
 from rlcore.rollout.filters.rules import nonzero_std
-from rlcore.rollout.generate import OPEN, apply_result, sampling_params
+from rlcore.rollout.generate import OPEN, apply_result, sample_images, sampling_params
 from rlcore.rollout.groups import identity_of, join_execution
 from rlcore.rollout.rewards.dispatch import Dispatch
 from rlcore.sample import Sample, Status
@@ -167,7 +167,8 @@ async def generate(args: Any, sample: Sample, sampling_params: Params) -> Sample
             raise PluginError("generate got a prompt of messages without tokens: set its tokens")
         ids = sample.tokens = state.serving().tokenizer.encode(text, add_special_tokens=False)
     own = dict(sampling_params)
-    [result] = await state.serving().pool.generate([GenerateRequest(ids, own)])
+    request = GenerateRequest(ids, own, images=sample_images(sample))
+    [result] = await state.serving().pool.generate([request])
     apply_result(sample, result)
     return sample
 

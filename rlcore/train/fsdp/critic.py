@@ -15,9 +15,9 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from rlcore.algorithms.packing import PackedBatch
+from rlcore.algorithms.packing import PackedBatch, PackedImages
 from rlcore.train.fsdp.attention import SequenceLayout
-from rlcore.train.fsdp.model import load_policy
+from rlcore.train.fsdp.model import hidden_states, load_policy
 from rlcore.train.fsdp.optimizer import ShardedAdamW
 
 HEAD_STD = 0.02
@@ -37,23 +37,23 @@ class Critic(nn.Module):
             self.head.bias.zero_()
 
     def forward(
-        self, input_ids: Tensor, position_ids: Tensor, layout: SequenceLayout, rows: Tensor
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        layout: SequenceLayout,
+        rows: Tensor,
+        images: PackedImages | None = None,
     ) -> Tensor:
         """[M] float32: values at some positions of a packed micro-batch; as `Policy.forward`."""
-        decoded = self.body(
-            input_ids=input_ids[None],
-            position_ids=position_ids[None],
-            use_cache=False,
-            layout=layout,
-        )
-        hidden = decoded.last_hidden_state[0].index_select(0, rows)
+        decoded = hidden_states(self.body, input_ids, position_ids, layout, images)
+        hidden = decoded.index_select(0, rows)
         # Summed and not indexed: FSDP warns of outputs that are views.
         return cast(Tensor, self.head(hidden).sum(-1).float())
 
     def values(self, batch: PackedBatch, rows: Tensor) -> Tensor:
         """`forward` of a packed micro-batch that is on the model's device; `rows` likewise."""
         layout = SequenceLayout.of(batch.lengths, batch.input_ids.device)
-        return cast(Tensor, self(batch.input_ids, batch.position_ids, layout, rows))
+        return cast(Tensor, self(batch.input_ids, batch.position_ids, layout, rows, batch.images))
 
     def weights(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters by name; one that is tied comes once."""

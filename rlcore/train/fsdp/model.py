@@ -1,4 +1,4 @@
-"""The policy: a transformers causal language model that answers log-probs, wrapped by FSDP2.
+"""The policy: a transformers language model that answers log-probs, wrapped by FSDP2.
 
 FSDP shards the weights between uses and gathers them around each module's `forward`. So the output
 layer must be applied inside a `forward`: `Policy` goes from token ids to log-probs in its own,
@@ -16,6 +16,7 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,9 +25,22 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from rlcore.algorithms.aggregate import Totals
 from rlcore.algorithms.logprobs import chunked_log_probs
-from rlcore.algorithms.packing import PackedBatch
+from rlcore.algorithms.packing import PackedBatch, PackedImages, TrainSequence, pack
 from rlcore.errors import ConfigError
+from rlcore.images.model import (
+    Picture,
+    attend,
+    attention_of,
+    auto_class,
+    blank,
+    decoder,
+    embed,
+    features,
+    sees,
+)
+from rlcore.images.trial import trial
 from rlcore.train.fsdp.attention import ATTENTION, SequenceLayout, register
 from rlcore.train.trainer import DType
 
@@ -35,7 +49,7 @@ PROBE_TOLERANCE = 1e-3
 
 
 class Policy(nn.Module):
-    """A causal language model from token ids to log-probs."""
+    """A causal language model, which may see images, from token ids to log-probs."""
 
     def __init__(self, lm: Any) -> None:
         super().__init__()
@@ -49,6 +63,7 @@ class Policy(nn.Module):
         rows: Tensor,
         targets: Tensor | None,
         temperature: float,
+        images: PackedImages | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Log-probs and entropies of the next token at some positions of a packed micro-batch.
 
@@ -56,17 +71,13 @@ class Policy(nn.Module):
             input_ids, position_ids: [T], sequences end to end.
             rows: int64 [M], the positions to answer.
             targets: int64 [M], the next token of each; None: all logits are asked for.
+            images: of the sequences.
 
         Returns:
             Log-probs [M] and entropies [M], float32; or logits [M, V], float32, and None.
         """
-        decoded = self.lm.base_model(
-            input_ids=input_ids[None],
-            position_ids=position_ids[None],
-            use_cache=False,
-            layout=layout,
-        )
-        hidden = decoded.last_hidden_state[0].index_select(0, rows)
+        decoded = hidden_states(self.lm.base_model, input_ids, position_ids, layout, images)
+        hidden = decoded.index_select(0, rows)
         weight = self.lm.get_output_embeddings().weight
         if targets is None:
             return (hidden @ weight.t()).float(), None
@@ -78,19 +89,56 @@ class Policy(nn.Module):
         targets = batch.targets.index_select(0, rows)
         return cast(
             tuple[Tensor, Tensor],
-            self(batch.input_ids, batch.position_ids, layout, rows, targets, temperature),
+            self(
+                batch.input_ids,
+                batch.position_ids,
+                layout,
+                rows,
+                targets,
+                temperature,
+                batch.images,
+            ),
         )
 
     def logits(self, batch: PackedBatch) -> Tensor:
         """Logits [T, V] at all positions of a packed micro-batch, all of them at once."""
         layout = SequenceLayout.of(batch.lengths, batch.input_ids.device)
         rows = torch.arange(len(batch.input_ids), device=batch.input_ids.device)
-        found = self(batch.input_ids, batch.position_ids, layout, rows, None, 1.0)
+        found = self(batch.input_ids, batch.position_ids, layout, rows, None, 1.0, batch.images)
         return cast(Tensor, found[0])
 
     def weights(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters by their Hugging Face names; one that is tied comes once."""
         yield from self.lm.named_parameters()
+
+
+def hidden_states(
+    base: Any,
+    input_ids: Tensor,
+    position_ids: Tensor,
+    layout: SequenceLayout,
+    images: PackedImages | None,
+) -> Tensor:
+    """[T, hidden] of a packed micro-batch by a model without its output layer.
+
+    A vision tower is passed through whatever the micro-batch holds, since its weights are gathered
+    and their gradients reduced by all ranks together: where there are no images, with a blank one
+    whose features are multiplied by 0.
+    """
+    inputs: dict[str, Any] = {"position_ids": position_ids[None]}
+    if not sees(base):
+        inputs["input_ids"] = input_ids[None]
+    elif images is None:
+        nothing = sum(part.sum() * 0.0 for part in features(base, blank(base)))
+        inputs["inputs_embeds"] = base.get_input_embeddings()(input_ids[None]) + nothing
+    else:
+        picture = Picture(images.pixel_values, images.grids)
+        inputs["inputs_embeds"], more = embed(
+            base, input_ids[None], images.at, [picture], images.take
+        )
+        inputs |= {"position_ids": images.positions[:, None], **more}
+    decoded = decoder(base)(**inputs, use_cache=False, layout=layout)
+    return cast(Tensor, decoded.last_hidden_state[0])
 
 
 def load_policy(
@@ -102,7 +150,6 @@ def load_policy(
         ConfigError: the folder is no causal language model, lacks weights, or is one that this
             trainer would compute wrongly.
     """
-    from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
     register()
@@ -113,10 +160,10 @@ def load_policy(
         )
     lm: Any
     try:
-        lm, loaded = cast(Any, AutoModelForCausalLM).from_pretrained(
+        lm, loaded = auto_class(folder).from_pretrained(
             folder,
             dtype=torch.float32,
-            attn_implementation=ATTENTION,
+            attn_implementation=attention_of(folder, ATTENTION),
             local_files_only=True,
             trust_remote_code=trust_remote_code,
             use_safetensors=True,
@@ -170,38 +217,36 @@ def current_device(kind: str) -> torch.device:
 
 @torch.no_grad()
 def _probe(policy: Policy, folder: Path) -> None:
-    """Compare with the model's own logits: two packed sequences against each alone.
+    """Compare with the model's own logits: packed sequences against each alone.
 
     Catches whatever the short way round the model's own `forward` would lose: a scaled or capped
-    output, a bias, attention that ignores the layout.
+    output, a bias, attention that ignores the layout, positions or features of images.
     """
     lm = policy.lm
     model_type = getattr(lm.config, "model_type", "?")
-    if not hasattr(lm.base_model, "layers") or lm.get_output_embeddings() is None:
+    if not hasattr(decoder(lm.base_model), "layers") or lm.get_output_embeddings() is None:
         raise ConfigError(
             f"model.path: {folder} is of type {model_type!r}, which the fsdp trainer does not know"
         )
     vocab = lm.get_input_embeddings().weight.shape[0]
-    sequences = [torch.arange(n) * 7 % vocab for n in (5, 3)]
-    lm.set_attn_implementation("eager")
-    expected = [
-        lm(input_ids=ids[None], use_cache=False).logits[0].float().log_softmax(-1)
-        for ids in sequences
+    given: list[tuple[TrainSequence, dict[str, Tensor]]] = [
+        (TrainSequence([i * 7 % vocab for i in range(n)], n - 1, trainable=False), {})
+        for n in (5, 3)
     ]
-    lm.set_attn_implementation(ATTENTION)
-    targets = [expect.argmin(-1) for expect in expected]
-    positions = [torch.arange(len(ids)) for ids in sequences]
-    got, _ = policy(
-        torch.cat(sequences),
-        torch.cat(positions),
-        SequenceLayout.of((5, 3), torch.device("cpu")),
-        torch.arange(8),
-        torch.cat(targets),
-        1.0,
-    )
-    wanted = torch.cat(
-        [e.gather(-1, t[:, None])[:, 0] for e, t in zip(expected, targets, strict=True)]
-    )
+    if sees(lm.base_model):
+        made = trial(lm)
+        length = len(made.tokens)
+        seen = TrainSequence(made.tokens, length - 1, images=made.images, trainable=False)
+        given.insert(1, (seen, made.forward))
+    attend(lm, "eager")
+    expected = [
+        lm(input_ids=torch.tensor([s.tokens]), use_cache=False, **more).logits[0].log_softmax(-1)
+        for s, more in given
+    ]
+    attend(lm, ATTENTION)
+    packed = pack([s for s, _ in given], Totals(0, 0), "token_mean")
+    wanted, targets = torch.cat(expected).float().min(-1)
+    got, _ = policy.score(replace(packed, targets=targets), torch.arange(len(targets)), 1.0)
     gap = (got - wanted).abs().max().item()
     if not gap <= PROBE_TOLERANCE:
         raise ConfigError(

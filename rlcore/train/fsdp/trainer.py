@@ -19,6 +19,8 @@ from rlcore.algorithms.aggregate import Totals
 from rlcore.algorithms.packing import TrainSequence, pack
 from rlcore.config.tree import AlgorithmConfig, TrainConfig
 from rlcore.errors import ConfigError, PluginError, TrainError
+from rlcore.images.model import blocks
+from rlcore.images.processor import ImageProcessor, takes_images
 from rlcore.train.custom import Functions
 from rlcore.train.fsdp import state
 from rlcore.train.fsdp.critic import TrainedCritic, load_critic
@@ -28,6 +30,7 @@ from rlcore.train.fsdp.optimizer import ShardedAdamW, learning_rate
 from rlcore.train.fsdp.shards import ShardWriter
 from rlcore.train.trainer import DType, StateDigest, TrainBatch, TrainReport, check_can_train
 from rlcore.weights.export import write_hf_folder
+from rlcore.weights.names import checkpoint_names
 
 TORCH_DTYPES: dict[DType, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -58,6 +61,9 @@ class FsdpTrainer:
         self._device = current_device(device)
         self._mesh = init_device_mesh(device, (dist.get_world_size(),))
         self._folder: Path | None = None
+        self._names: dict[str, str] = {}
+        self.images: ImageProcessor | None = None
+        """Of the model that is held; None where it takes no images."""
         self._policy: Policy | None = None
         self._reference: Policy | None = None
         self._reference_moved = False
@@ -86,6 +92,10 @@ class FsdpTrainer:
             self._critic = self._build_critic(model_folder)
         self._writer = ShardWriter()
         self._folder = model_folder
+        self._names = checkpoint_names([name for name, _ in self._policy.weights()], model_folder)
+        self.images = None
+        if takes_images(model_folder):
+            self.images = ImageProcessor(model_folder, trust_remote_code=self._trust_remote_code)
         torch.manual_seed(self._seed)
         self.loaded, self.dirty = state_id, False
 
@@ -115,7 +125,7 @@ class FsdpTrainer:
         policy = load_policy(
             folder, trust_remote_code=self._trust_remote_code, checkpointing=checkpointing
         )
-        shard(policy, policy.lm.base_model.layers, self._mesh, self._train.precision)
+        shard(policy, blocks(policy.lm.base_model), self._mesh, self._train.precision)
         return policy
 
     def _build_reference(self, folder: Path) -> None:
@@ -176,7 +186,7 @@ class FsdpTrainer:
             trust_remote_code=self._trust_remote_code,
             checkpointing=self._train.gradient_checkpointing,
         )
-        shard(critic, critic.body.layers, self._mesh, self._train.precision)
+        shard(critic, blocks(critic.body), self._mesh, self._train.precision)
         return TrainedCritic(critic, ShardedAdamW(list(critic.weights()), self._critic_train))
 
     @property
@@ -277,11 +287,13 @@ class FsdpTrainer:
 
     @torch.no_grad()
     def named_tensors(self, dtype: DType, device: str = "cpu") -> Iterator[tuple[str, Tensor]]:
-        """Every weight once, whole, on a device; tied ones under the embedding's name."""
+        """Every weight once, whole, on a device, by its name in the model's folder; tied ones under
+        the embedding's.
+        """
         policy, _ = self._held()
         for name, parameter in policy.weights():
             whole = state.full(parameter.detach())
-            yield name, whole.to(device=device, dtype=TORCH_DTYPES[dtype])
+            yield self._names[name], whole.to(device=device, dtype=TORCH_DTYPES[dtype])
 
     def export_hf(self, folder: Path, dtype: DType) -> None:
         """Write config, tokenizer and weights; see `write_hf_folder`."""

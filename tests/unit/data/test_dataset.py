@@ -7,6 +7,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from vision_models import picture
 
 from rlcore.config.tree import DataConfig
 from rlcore.data import check_dataset, load_dataset
@@ -268,6 +269,8 @@ def test_media_take_the_places_that_the_prompt_has_for_them(tmp_path: Path) -> N
         {"prompt": [{"role": "user", "content": "hear <audio>"}], "sound": "c.wav"},
         {"prompt": "no media"},
     ]
+    for name in ("a.png", "b"):
+        (tmp_path / name).write_bytes(picture())
     path = lines(tmp_path / "m.jsonl", rows)
     cfg = config(path, multimodal_keys={"image": "pics", "audio": "sound"})
     prompts = load_dataset(cfg, no_tokenizer).prompts

@@ -82,6 +82,48 @@ def test_the_quickstart_s_reward_is_the_share_of_right_characters(
     assert math.isclose(given, expected)
 
 
+def test_geo3k_vlm_s_pictures_are_those_of_its_script() -> None:
+    from PIL import Image
+
+    draw, folder = module("geo3k_vlm/draw"), EXAMPLES / "geo3k_vlm"
+    for name, colours in draw.COLOURS.items():
+        lines = (folder / f"{name}.jsonl").read_text().splitlines()
+        assert [json.loads(line) for line in lines] == draw.rows(name)
+        for row in draw.rows(name):
+            colour, size = Path(row["image"]).stem.split("-")
+            assert colour in colours
+            width, height = map(int, size.split("x"))
+            with Image.open(folder / row["image"]) as found:
+                drawn = draw.picture(width, height, colour)
+                assert found.convert("RGB").tobytes() == drawn.tobytes()
+
+
+def test_geo3k_vlm_s_prompts_have_16_tokens_a_picture(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    from rlcore.data import load_dataset
+    from rlcore.images.processor import ImageProcessor
+
+    module("geo3k_vlm/model").build(tmp_path, 0)
+    data = load_dataset(
+        load_config(EXAMPLES / "geo3k_vlm" / "run.toml").data,
+        lambda: AutoTokenizer.from_pretrained(tmp_path),
+        get_images=lambda: ImageProcessor(tmp_path),
+    )
+    assert len(data) == 3 * 16 * 3
+    [prompt] = data.tokenized([0], AutoTokenizer.from_pretrained(tmp_path))
+    assert prompt.tokens == [3, *[5] * 16, 4, 6]
+
+
+@pytest.mark.parametrize(
+    ("response", "expected"),
+    [("12", 1.0), ("7", 0.2), ("", 0.0), ("12w", 0.0), ("w", 0.0)],
+)
+def test_geo3k_vlm_s_reward_is_for_the_whole_number(response: str, expected: float) -> None:
+    sample = Sample(response=response, label="12")
+    assert module("geo3k_vlm/reward").reward(None, sample) == expected
+
+
 @pytest.mark.parametrize(
     ("response", "label", "exact", "near"),
     [

@@ -57,6 +57,28 @@ async def test_a_batch_is_one_call_with_parameters_each(server: Any, client: Eng
     assert body["return_logprob"] is True
 
 
+async def test_images_travel_with_one_placeholder_each(server: Any) -> None:
+    image = 9
+    requests = [
+        GenerateRequest([1, image, image, 2, image, 3, image], PARAMS, images=["data:a", "data:b"]),
+        GenerateRequest([1, image, image], PARAMS),
+    ]
+    replies = [fake_reply([1], prompt_tokens=7), fake_reply([2])]
+    async with EngineClient(server.url, Limits(100, 32, image), timeout_s=2) as client:
+        server.says(replies)
+        assert [r.tokens for r in await client.generate(requests)] == [[1], [2]]
+        [(_, body)] = server.seen
+        # What the model has said itself is sent as it is.
+        assert body["input_ids"] == [[1, image, 2, image, 3, image], [1, image, image]]
+        assert body["image_data"] == [["data:a", "data:b"], []]
+        server.says([fake_reply([1], prompt_tokens=8), fake_reply([2])])
+        with pytest.raises(EngineError, match="2 images as 8 tokens, not 7: its image processor"):
+            await client.generate(requests)
+    async with EngineClient(server.url, Limits(100, 32), timeout_s=2) as client:
+        with pytest.raises(EngineError, match="the model takes none"):
+            await client.generate(requests)
+
+
 @pytest.mark.parametrize(
     ("ids", "params", "said"),
     [

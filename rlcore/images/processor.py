@@ -1,0 +1,111 @@
+"""The image processor of a model's folder: how many tokens an image takes, and its patches.
+
+Rollout, embedded engine and trainer each process images by this, with the same files, so that all
+have the same patches. What is imported of transformers needs no torchvision.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlcore.errors import ConfigError
+from rlcore.images.files import open_image
+from rlcore.images.layout import Ids, Pixels, SequenceImages, expand, lay_out
+
+Images = Sequence[Mapping[str, Any]]
+"""As `rlcore.images.files.read_image` gives them."""
+
+
+def takes_images(folder: str | Path) -> bool:
+    """Whether the model of a Hugging Face folder has a vision tower, as its config.json says."""
+    try:
+        config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(config, dict) and "vision_config" in config
+
+
+def own_template(folder: str | Path) -> str | None:
+    """The chat template that a folder keeps for its processor alone, in chat_template.json."""
+    try:
+        text = (Path(folder) / "chat_template.json").read_text(encoding="utf-8")
+        return str(json.loads(text)["chat_template"])
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+class ImageProcessor:
+    """Makes tokens and patches of images, for one model.
+
+    Args:
+        folder: of the model.
+        trust_remote_code: run code that the folder brings.
+
+    Raises:
+        ConfigError: the model takes no images, or takes them in a way that is not known here.
+    """
+
+    def __init__(self, folder: str | Path, *, trust_remote_code: bool = False) -> None:
+        if not takes_images(folder):
+            raise ConfigError(
+                f"the data has images, but the model in {folder} takes none (its config.json has "
+                "no vision_config); use a model that does, or leave data.multimodal_keys out"
+            )
+        config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+        self._folder = str(folder)
+        self._trust_remote_code = trust_remote_code
+        self.merge = config["vision_config"].get("spatial_merge_size")
+        self.token = config.get("image_token_id")
+        if not isinstance(self.merge, int) or not isinstance(self.token, int):
+            raise ConfigError(
+                f"the model in {folder}, of type {config.get('model_type')!r}, takes images in a "
+                "way that is not known here: its config.json has no image_token_id, or its "
+                "vision_config no spatial_merge_size; models are those of Qwen's VL kind"
+            )
+
+    @cached_property
+    def _processor(self) -> Any:
+        # Loading it takes seconds, and a prompt of text needs none.
+        from transformers import AutoImageProcessor
+
+        try:
+            return AutoImageProcessor.from_pretrained(
+                self._folder, trust_remote_code=self._trust_remote_code, local_files_only=True
+            )
+        except (OSError, ValueError, ImportError) as error:
+            raise ConfigError(
+                f"model folder {self._folder} holds no image processor that loads: {error}"
+            ) from None
+
+    def expand(self, ids: Sequence[int], images: Images) -> list[int]:
+        """A prompt's ids with as many placeholders as its images have features.
+
+        Raises:
+            DataError: an image is broken, or there are fewer placeholders than images.
+        """
+        counts = []
+        for image in images:
+            width, height = open_image(image).size
+            patches = self._processor.get_number_of_image_patches(height, width, {})
+            counts.append(patches // self.merge**2)
+        return expand(ids, counts, self.token)
+
+    def pixels(self, images: Images) -> Pixels:
+        """The patches of images.
+
+        Raises:
+            DataError: an image is broken.
+        """
+        made = self._processor([open_image(image) for image in images], return_tensors="pt")
+        return Pixels(
+            made["pixel_values"].numpy().astype(np.float32, copy=False),
+            made["image_grid_thw"].numpy().astype(np.int64, copy=False),
+        )
+
+    def lay_out(self, ids: Ids, pixels: Pixels, prompt: int | None = None) -> SequenceImages:
+        """Patches at their places in a sequence; see `rlcore.images.layout.lay_out`."""
+        return lay_out(ids, pixels, self.token, self.merge, prompt)
