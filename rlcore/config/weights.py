@@ -4,8 +4,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from rlcore.config.fields import FunctionPath
-from rlcore.config.section import PositiveInt, Section
+from rlcore.config.section import FunctionPath, PositiveInt, Section
 
 if TYPE_CHECKING:
     from rlcore.config.tree import RunConfig
