@@ -140,18 +140,23 @@ async def rollout(
     if dynamic is not None:
         metrics |= dynamic_metrics(found)
         scores = [s for group in found.taken for s in found.judged[group.place].scores]
+    dropped = _dropped(found, supply)
+    if hooks.makes_batch or supply.gone:
+        metrics |= dict(Counter(f"rollout/dropped/{one.reason}" for one in dropped)) | more
+    state = None if source is None else source.state()
+    return RolloutBatch(
+        samples, supply.cursor, metrics, seconds, left.groups, scores, dropped, source=state
+    )
+
+
+def _dropped(found: Collected, supply: Supply) -> list[Dropped]:
+    """All groups that were given up, in the order of the plan."""
     dropped = [
         Dropped(group, found.judged[group.place].scores, found.reason_of(group))
         for group in found.dropped
     ]
     dropped += [Dropped(group, [], "buffer_filter") for group in supply.gone]
-    if hooks.makes_batch or supply.gone:
-        metrics |= dict(Counter(f"rollout/dropped/{one.reason}" for one in dropped)) | more
-    dropped.sort(key=lambda one: one.group.place)
-    state = None if source is None else source.state()
-    return RolloutBatch(
-        samples, supply.cursor, metrics, seconds, left.groups, scores, dropped, source=state
-    )
+    return sorted(dropped, key=lambda one: one.group.place)
 
 
 async def _generate(

@@ -17,6 +17,7 @@ EXTRAS = {
 REQUIRED = [Requirement(text) for text in PROJECT["dependencies"]]
 BROUGHT_ALONG = {
     "aiohttp": "s3fs",
+    "PIL": "pillow",
     "botocore": "s3fs",
     "megatron": "megatron-core",
     "mlflow": "mlflow-skinny",
