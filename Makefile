@@ -22,8 +22,12 @@ $(INSTALLED):
 quickstart: install
 	$(BIN)/sluice train examples/quickstart/run.toml
 
+# Tests of parts side by side; those that start whole runs, which use all cores, one after another.
 test: lint
-	$(BIN)/python -m pytest
+	@failed=0; \
+	$(BIN)/python -m pytest -n 2 --dist loadfile tests/unit tests/contract || failed=1; \
+	$(BIN)/python -m pytest tests/chaos tests/flows tests/security || failed=1; \
+	exit $$failed
 
 lint: install
 	$(BIN)/ruff check .
