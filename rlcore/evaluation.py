@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlcore.cluster import ray_session
-from rlcore.cluster.actors import CONTROL_DEADLINE_S, check_gpus
+from rlcore.cluster.actors import CONTROL_DEADLINE_S
 from rlcore.cluster.engines import START_VERSION, Engines
 from rlcore.cluster.fleet import ROLLOUT_DEADLINE_S
-from rlcore.cluster.plan import FleetPlan, engine_gpus, engine_spec, rollout_plan
+from rlcore.cluster.placement import Demand, Placement
+from rlcore.cluster.plan import FleetPlan, engine_spec, rollout_plan
 from rlcore.cluster.ray_session import actor_class, call, gather
 from rlcore.cluster.rollout_actor import RolloutActor, StageReport
 from rlcore.config import EvalDataset, RunConfig, config_digest
@@ -173,11 +174,12 @@ async def _generate(
     import ray
 
     config = plan.config
-    check_gpus(plan)
+    demand = Demand.of(plan, trainer=False, engines=True)
+    placement = await Placement.reserve(demand, config.cluster.ray_address)
     spec = dataclasses.replace(
         engine_spec(plan), model_path=str(folder), log_dir=str(plan.local("logs") / attempt)
     )
-    engines = Engines(spec, config.num_engines, engine_gpus(config))
+    engines = Engines(spec, [placement.engine(rank) for rank in range(config.num_engines)])
     worker = actor_class(RolloutActor).remote(
         dataclasses.replace(rollout_plan(plan), model_folder=str(folder), supervised=False)
     )
@@ -193,3 +195,4 @@ async def _generate(
     finally:
         ray.kill(worker)
         engines.end()
+        placement.release()

@@ -5,7 +5,8 @@ from collections.abc import Iterable
 from typing import Any, Literal
 
 from rlcore.cluster.engines import Engines
-from rlcore.cluster.plan import FleetPlan, engine_gpus, engine_spec, rollout_plan, trainer_gpus
+from rlcore.cluster.placement import Demand, Placement
+from rlcore.cluster.plan import FleetPlan, engine_spec, rollout_plan
 from rlcore.cluster.ray_session import NAMESPACE, actor_class, call, first_of
 from rlcore.cluster.rollout_actor import RolloutActor
 from rlcore.cluster.trainer_actor import TrainerSpec
@@ -36,6 +37,7 @@ class Actors:
         self._engines: Engines | None = None
         self._group: TrainerGroup | None = None
         self._model_there = asyncio.Event()
+        self._placement = Placement(Demand(0, 0, 1, False))
         self._mending = asyncio.Lock()
         self._coming: dict[Kind, asyncio.Future[None]] = {}
 
@@ -76,7 +78,8 @@ class Actors:
             The id of the starting model's state.
         """
         plan, config = self._plan, self._plan.config
-        check_gpus(plan)
+        demand = Demand.of(plan, trainer=config.trains, engines=config.generates)
+        self._placement = await Placement.reserve(demand, config.cluster.ray_address)
         if is_in_place(plan.store.objects, plan.store.origin, config.model):
             # Before anything is started that a damaged model would leave behind.
             check_in_place(plan.store.objects, plan.store.origin, config.model)
@@ -138,6 +141,7 @@ class Actors:
         if self._engines is not None:
             self._engines.end()
         await asyncio.gather(*self._coming.values(), return_exceptions=True)
+        self._placement.release()
 
     # --- coming up --------------------------------------------------------------------------------
 
@@ -161,8 +165,8 @@ class Actors:
         await self._group.load(plan.start_state())
 
     async def _bring_engines(self) -> None:
-        config = self._plan.config
-        self._engines = Engines(engine_spec(self._plan), config.num_engines, engine_gpus(config))
+        places = [self._placement.engine(rank) for rank in range(self._plan.config.num_engines)]
+        self._engines = Engines(engine_spec(self._plan), places)
         await self._model_there.wait()
         await self._engines.start()
         await self.up("worker")
@@ -191,7 +195,7 @@ class Actors:
 
     async def _new_trainer(self) -> TrainerGroup:
         self._trainers += 1
-        return await start_trainer(self._plan, self._trainers)
+        return await start_trainer(self._plan, self._placement, self._trainers)
 
     async def _set_engines(self) -> None:
         setting = self.worker.set_engines.remote(self.urls)
@@ -208,27 +212,7 @@ def kinds_of(config: RunConfig) -> Kinds:
     return tuple(kind for kind in KINDS if has[kind])
 
 
-def check_gpus(plan: FleetPlan) -> None:
-    """The cluster has the GPUs that the actors will ask for: Ray would wait for them for ever.
-
-    Raises:
-        ClusterError: it has not.
-    """
-    import ray
-
-    config = plan.config
-    needed = config.world_size * trainer_gpus(config) if plan.cuda and config.trains else 0.0
-    needed += config.num_engines * engine_gpus(config) if config.generates else 0.0
-    there = ray.cluster_resources().get("GPU", 0.0)
-    if needed > there:
-        raise ClusterError(
-            f"engines and trainer ask for {needed:g} GPUs, and the Ray cluster "
-            f"({config.cluster.ray_address}) has {there:g}; set cluster.device = 'cpu' and "
-            "rollout.engine = 'embedded', ask for fewer, or name another cluster.ray_address"
-        )
-
-
-async def start_trainer(plan: FleetPlan, number: int) -> TrainerGroup:
+async def start_trainer(plan: FleetPlan, placement: Placement, number: int) -> TrainerGroup:
     """The trainer's ranks, with no model yet; `number` tells them from those started before."""
     config = plan.config
     return await TrainerGroup.start(
@@ -246,10 +230,9 @@ async def start_trainer(plan: FleetPlan, number: int) -> TrainerGroup:
             timeout_s=config.train.deadline_s,
             slime=slime_args_of(config),
         ),
-        world_size=config.world_size,
+        places=[placement.trainer(rank) for rank in range(config.world_size)],
         epoch=plan.epoch,
         name=f"{config.run.id}/trainer/{plan.epoch}.{number}",
         namespace=NAMESPACE,
-        num_gpus=trainer_gpus(config) if plan.cuda else 0.0,
         deadline_s=config.train.deadline_s,
     )

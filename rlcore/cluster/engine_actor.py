@@ -4,6 +4,7 @@ The actor only starts, watches and ends the process; requests go to its URL, not
 """
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -37,10 +38,17 @@ class EngineSpec:
 class EngineActor:
     """Owns engine number `rank` of a run."""
 
-    def __init__(self, spec: EngineSpec, rank: int) -> None:
+    def __init__(self, spec: EngineSpec, rank: int, gpus: Sequence[str] | None = None) -> None:
+        """
+        Args:
+            spec: what the server is started with.
+            rank: its number in the run.
+            gpus: the server's GPUs, as CUDA_VISIBLE_DEVICES names them; None: those of this actor.
+        """
         self._lines = Lines()
         self._spec = spec
         self._rank = rank
+        self._env = {} if gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
         self._process: EngineProcess | None = None
 
     def start(self, weight_version: str, port: int | None) -> str:
@@ -84,7 +92,7 @@ class EngineActor:
             )
         self._process = EngineProcess(port)
         path = Path(spec.log_dir) / f"engine-{self._rank}.log"
-        self._process.start(argv, path)
+        self._process.start(argv, path, self._env)
         self._process.wait_healthy(spec.start_timeout_s)
         log.info("%s engine at %s, log in %s", spec.engine, self._process.url, path)
         return self._process.url

@@ -12,10 +12,12 @@ Invariants:
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 from urllib.parse import urlsplit
 
 from rlcore.cluster.actor_logs import Relay
 from rlcore.cluster.engine_actor import EngineActor, EngineSpec
+from rlcore.cluster.placement import Place
 from rlcore.cluster.ray_session import actor_class, call, gather
 from rlcore.errors import ClusterError, EngineError
 
@@ -35,22 +37,21 @@ Refill = Callable[[Sequence[str]], Awaitable[None]]
 class Engines:
     """All engines. `start` them, run `watch` beside the work, `end` them."""
 
-    def __init__(self, spec: EngineSpec, count: int, num_gpus: float) -> None:
+    def __init__(self, spec: EngineSpec, places: Sequence[Place]) -> None:
         """
         Args:
             spec: what each is started with.
-            count: how many.
-            num_gpus: of each.
+            places: where each is put.
         """
         self.urls: list[str] = []
         self.lock = asyncio.Lock()
         self.restarts = 0
         """Since the last iteration was committed, of all engines."""
         self._spec = spec
-        self._maker = actor_class(EngineActor, num_gpus)
-        self._actors = [self._maker.remote(spec, rank) for rank in range(count)]
-        self._starts = [0] * count
-        self._launches = [0] * count
+        self._places = places
+        self._actors = [self._make(rank) for rank in range(len(places))]
+        self._starts = [0] * len(places)
+        self._launches = [0] * len(places)
         self._relay = Relay()
 
     async def start(self) -> None:
@@ -109,6 +110,11 @@ class Engines:
 
     # --- one engine -------------------------------------------------------------------------------
 
+    def _make(self, rank: int) -> Any:
+        place = self._places[rank]
+        maker = actor_class(EngineActor).options(**place.options)
+        return maker.remote(self._spec, rank, place.gpus)
+
     async def _launch(self, rank: int, port: int | None) -> str:
         actor, what = self._actors[rank], f"engine {rank}"
         self._launches[rank] += 1
@@ -163,4 +169,4 @@ class Engines:
         except ClusterError:
             # The actor is gone or hangs as well. Its server goes with it.
             ray.kill(actor)
-            self._actors[rank] = self._maker.remote(self._spec, rank)
+            self._actors[rank] = self._make(rank)

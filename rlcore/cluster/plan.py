@@ -96,16 +96,3 @@ def rollout_plan(plan: FleetPlan) -> RolloutPlan:
         supervised=config.run.mode == "sft",
         keep_on_for=config.train.num_iterations if config.is_fully_async else None,
     )
-
-
-def engine_gpus(config: RunConfig) -> float:
-    """GPUs of one engine; half of each where the trainer shares them, none if it is embedded."""
-    if config.rollout.engine == "embedded":
-        return 0.0
-    each = config.cluster.rollout_num_gpus_per_engine
-    return each * 0.5 if config.cluster.colocate else float(each)
-
-
-def trainer_gpus(config: RunConfig) -> float:
-    """GPUs of one trainer rank."""
-    return 0.5 if config.cluster.colocate else 1.0

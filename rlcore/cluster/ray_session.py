@@ -191,7 +191,7 @@ def disconnect() -> None:
         ray.shutdown()
 
 
-def actor_class(kind: type, num_gpus: float = 0.0) -> Any:
+def actor_class(kind: type) -> Any:
     """A class whose instances are Ray actors that are never restarted and whose calls are never
     repeated.
 
@@ -201,7 +201,7 @@ def actor_class(kind: type, num_gpus: float = 0.0) -> Any:
     import ray
 
     remote: Any = ray.remote
-    return remote(num_cpus=0, num_gpus=num_gpus, max_restarts=0, max_task_retries=0)(kind)
+    return remote(num_cpus=0, max_restarts=0, max_task_retries=0)(kind)
 
 
 async def call(ref: Awaitable[T], *, deadline_s: float, what: str) -> T:

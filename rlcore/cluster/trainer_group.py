@@ -21,6 +21,9 @@ from rlcore.errors import ClusterError, SluiceError, TrainError
 from rlcore.train.trainer import DType, TrainReport
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rlcore.cluster.placement import Place
     from rlcore.config.tree import ModelConfig
     from rlcore.store.manifest import FileRef
     from rlcore.train.trainer import BatchFiles
@@ -44,24 +47,20 @@ class TrainerGroup:
         cls,
         spec: TrainerSpec,
         *,
-        world_size: int,
+        places: Sequence[Place],
         epoch: int,
         name: str,
         namespace: str,
-        num_gpus: float = 0.0,
         deadline_s: float = 3600.0,
-        **options: Any,
     ) -> TrainerGroup:
         """Create the actors and let them find each other. No model is loaded yet.
 
         Args:
             spec: what each rank is made of.
-            world_size: ranks.
+            places: where each rank is put.
             epoch: the driver's lease epoch, sent with every call.
             name, namespace: rank r is the named actor `{name}-{r}`.
-            num_gpus: of each rank.
             deadline_s: seconds that any call may take.
-            options: more of Ray's actor options, such as a placement group's strategy.
 
         Raises:
             ClusterError: a rank did not come up.
@@ -74,12 +73,11 @@ class TrainerGroup:
                 name=f"{name}-{rank}",
                 namespace=namespace,
                 num_cpus=0,
-                num_gpus=num_gpus,
                 max_restarts=0,
                 max_task_retries=0,
-                **options,
-            ).remote(spec, rank, world_size)
-            for rank in range(world_size)
+                **place.options,
+            ).remote(spec, rank, len(places))
+            for rank, place in enumerate(places)
         ]
         group = cls(actors, epoch, deadline_s)
         try:

@@ -8,7 +8,7 @@ from real_runs import QUICKSTART, Sluice, short
 
 from flows.reporting.progress import Progress
 from rlcore.cluster import ray_session
-from rlcore.cluster.actors import check_gpus
+from rlcore.cluster.placement import Demand, Placement
 from rlcore.cluster.plan import FleetPlan
 from rlcore.config import load_config
 from rlcore.errors import ClusterError, PluginError, StoreError
@@ -40,7 +40,7 @@ def test_a_private_ray_that_starts_slowly_is_begun_again(monkeypatch: pytest.Mon
         ray_session.connect("local")
 
 
-def test_gpus_that_are_not_there_are_an_error_and_no_endless_wait(
+async def test_gpus_that_are_not_there_are_an_error_and_no_endless_wait(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     import ray
@@ -48,8 +48,9 @@ def test_gpus_that_are_not_there_are_an_error_and_no_endless_wait(
     sets = ["cluster.device=cuda", f"storage.root={tmp_path}", "run.id=x"]
     config = load_config(short(tmp_path, iterations=1), sets)
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 2.0})
-    with pytest.raises(ClusterError, match=r"1 GPUs.* has 0"):
-        check_gpus(FleetPlan(config, open_store(config), epoch=1, scratch=tmp_path))
+    plan = FleetPlan(config, open_store(config), epoch=1, scratch=tmp_path)
+    with pytest.raises(ClusterError, match=r"asks for 1 GPUs.* has 0"):
+        await Placement.reserve(Demand.of(plan, trainer=True, engines=True), "auto")
 
 
 def test_a_run_that_is_driven_is_refused_before_anything_starts(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 import pytest_asyncio
 
 from rlcore.cluster import ray_session
+from rlcore.cluster.placement import NOWHERE
 from rlcore.cluster.trainer_actor import TrainerActor, TrainerSpec
 from rlcore.cluster.trainer_group import TrainerGroup
 from rlcore.config.tree import AlgorithmConfig, TrainConfig
@@ -82,7 +83,7 @@ def stored_batch(root: str) -> BatchFiles:
 async def pair(ray: None, spec: TrainerSpec) -> AsyncIterator[TrainerGroup]:
     """Two ranks with the starting model."""
     group = await TrainerGroup.start(
-        spec, world_size=2, epoch=3, name="pair", namespace="test", deadline_s=120
+        spec, places=[NOWHERE, NOWHERE], epoch=3, name="pair", namespace="test", deadline_s=120
     )
     await group.load("start")
     yield group
