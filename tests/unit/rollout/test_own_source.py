@@ -147,32 +147,6 @@ async def test_what_is_left_over_comes_from_the_buffer_and_not_again_from_the_so
     assert len(used) == len(set(used)) == 12 and given == 12 + waiting
 
 
-async def test_rollouts_in_the_order_of_the_data_cannot_go_on_with_a_source(
-    plan: RolloutPlan, servers: list[Any]
-) -> None:
-    plain = replace(plan, rollout=plan.rollout.model_copy(update={"data_source_path": None}))
-    first = await rolled(plain, servers, 0, None)
-    assert "source" not in first.extra
-    with pytest.raises(
-        DataError, match=r"rollout\.data_source_path is set, but the rollouts so far"
-    ):
-        await rolled(plan, servers, 1, after(first))
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "said"),
-    [
-        ("def state_dict", "def state", "has no method state_dict"),
-        ("in range(num_samples)", "in range(1)", "gave 1 groups where 2 were asked for"),
-        ('return {"given": self.given}', "return {1, 2}", "gave what JSON does not have"),
-        ('return {"given": self.given}', "return 'x' * 2**21", "more than 1048576"),
-        ("range(n)]", "range(1)]", "a group that is no list of rollout.n_samples_per_prompt = 2"),
-        ("prompt=text", "prompt=str(k)", "a group of several prompts"),
-        ("prompt=text", "prompt=''", "without tokens, and no text"),
-        ("prompt=text", "prompt=text, status='completed'", "a sample that is not pending"),
-        ("self.given += 1", "1 / 0", "raised ZeroDivisionError"),
-    ],
-)
 async def test_a_prompt_whose_executions_made_several_samples_is_begun_anew_from_its_text(
     plan: RolloutPlan, servers: list[Any], tmp_path: Path
 ) -> None:
@@ -205,6 +179,32 @@ async def test_a_prompt_whose_executions_made_several_samples_is_begun_anew_from
         assert sample.prompt_length == len(sample.prompt) + k % 2
 
 
+async def test_rollouts_in_the_order_of_the_data_cannot_go_on_with_a_source(
+    plan: RolloutPlan, servers: list[Any]
+) -> None:
+    plain = replace(plan, rollout=plan.rollout.model_copy(update={"data_source_path": None}))
+    first = await rolled(plain, servers, 0, None)
+    assert "source" not in first.extra
+    with pytest.raises(
+        DataError, match=r"rollout\.data_source_path is set, but the rollouts so far"
+    ):
+        await rolled(plan, servers, 1, after(first))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("def state_dict", "def state", "has no method state_dict"),
+        ("in range(num_samples)", "in range(1)", "gave 1 groups where 2 were asked for"),
+        ('return {"given": self.given}', "return {1, 2}", "gave what JSON does not have"),
+        ('return {"given": self.given}', "return 'x' * 2**21", "more than 1048576"),
+        ("range(n)]", "range(1)]", "a group that is no list of rollout.n_samples_per_prompt = 2"),
+        ("prompt=text", "prompt=str(k)", "a group of several prompts"),
+        ("prompt=text", "prompt=''", "without tokens, and no text"),
+        ("prompt=text", "prompt=text, status='completed'", "a sample that is not pending"),
+        ("self.given += 1", "1 / 0", "raised ZeroDivisionError"),
+    ],
+)
 def test_what_a_source_gets_wrong_names_the_setting(
     tmp_path: Path, old: str, new: str, said: str
 ) -> None:
