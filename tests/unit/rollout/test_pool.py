@@ -241,3 +241,19 @@ async def test_long_responses_travel_in_small_calls_of_whole_groups(
     server.seen.clear()
     await pool.generate(requests(24), group=12)
     assert sorted(calls(server)) == [12, 12]
+
+
+async def test_policies_may_change_while_requests_are_in_flight(
+    server: Any, pools: MakePool
+) -> None:
+    pool = pools([server], retries=0)
+    pool.version, pool.oldest = "2", 1
+    for version, named in (("2", ["2"]), ("3", ["2", "3"]), ("1", ["2", "1"])):
+        server.version = version
+        [result] = await pool.generate(requests(1))
+        # An engine that names the last policy alone: the one that was known of may be the first.
+        assert result.weight_versions == named
+    for version in ("0", "3-partial"):
+        server.version = version
+        with pytest.raises(EngineError, match=f"policy version '{version}', not '2'"):
+            await pool.generate(requests(1))

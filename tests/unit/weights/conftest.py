@@ -57,7 +57,7 @@ def engine_url(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     process = EngineProcess(port)
     process.start(argv, log, {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)})
     try:
-        process.wait_healthy(120)
+        process.wait_healthy(400)
         yield process.url
     finally:
         process.stop()

@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,12 @@ from rlcore.engine.launch import EngineProcess, embedded_argv
 from rlcore.errors import EngineError
 from rlcore.net import free_port
 from rlcore.rollout.client import EngineClient
+from rlcore.weights import group
 from rlcore.weights.distributed import GROUP
 from rlcore.weights.group import open_group
 from rlcore.weights.sync import SyncSpec, WeightSync
 
+WHOLE_WAIT_S = 500.0
 ROOT = Path(__file__).parents[3]
 
 
@@ -57,7 +60,7 @@ class Spare:
     def start(self) -> str:
         argv = embedded_argv(self._folder, self._port, weight_version="start")
         self.process.start(argv, self._log, {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)})
-        self.process.wait_healthy(120)
+        self.process.wait_healthy(400)
         return self.process.url
 
 
@@ -90,8 +93,15 @@ def test_a_trainer_that_is_started_again_makes_a_new_group(
 
 
 def test_an_engine_killed_on_the_way_is_named_and_comes_back(
-    trainer: Any, spec: SyncSpec, weight_sync: WeightSync, spare: Spare, greedy: Any, version: Any
+    trainer: Any,
+    spec: SyncSpec,
+    weight_sync: WeightSync,
+    spare: Spare,
+    greedy: Any,
+    version: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(group, "SEND_S", WHOLE_WAIT_S)
     spec = replace(spec, urls=(*spec.urls, spare.start()), starts=(1, 1))
     weight_sync.run(trainer, spec)
 
@@ -109,9 +119,10 @@ def test_an_engine_killed_on_the_way_is_named_and_comes_back(
     began = time.monotonic()
     with pytest.raises(EngineError, match=rf"{spare.process.url}.*is started again.*'disk'"):
         weight_sync.run(Killing(), replace(spec, version="2"))  # type: ignore[arg-type]
-    assert time.monotonic() - began < 60
+    assert time.monotonic() - began < WHOLE_WAIT_S / 2, "nobody waits for who is gone"
     assert greedy(), "the other engine must not stay paused"
-    assert version() == "2-partial"
+    # As the bucket on its way came through, or not.
+    assert version() in ("1", "2-partial")
 
     spare.start()
     report = weight_sync.run(trainer, replace(spec, version="2", starts=(1, 2)))
@@ -177,12 +188,18 @@ def test_a_member_made_by_torch_meets_ours(process_group: None) -> None:
     def theirs() -> None:
         address = f"tcp://{meeting.master_address}:{meeting.master_port}"
         store, rank, world = next(c10d.rendezvous(address, 1, 2))
-        group, _ = c10d._new_process_group_helper(
-            world, rank, [], "gloo", dist.PrefixStore("met", store), group_name="met"
+        joined, _ = c10d._new_process_group_helper(
+            world,
+            rank,
+            [],
+            "gloo",
+            dist.PrefixStore("met", store),
+            group_name="met",
+            timeout=timedelta(seconds=60),
         )
         options = dist.BroadcastOptions()
         options.rootRank = 0
-        group.broadcast([got], options).wait()
+        joined.broadcast([got], options).wait()
 
     other = threading.Thread(target=theirs, daemon=True)
     other.start()
