@@ -20,6 +20,7 @@ from rlcore.engine.embedded import attention
 from rlcore.engine.embedded.kv import KVShape, Lane, Prompt
 from rlcore.engine.embedded.weights import copy_into, load_blobs, load_folder, tied_names
 from rlcore.errors import EngineError
+from rlcore.weights.experts import by_expert
 
 PROMPT_MULTIPLE = 16
 """Prompts are padded to a multiple of this: matrix kernels treat full tiles alike."""
@@ -63,7 +64,8 @@ class ModelRunner:
             device=self.device,
         )
         _own_storage(self.model)
-        self.state: dict[str, Tensor] = dict(self.model.state_dict())
+        self._held: dict[str, Tensor] = dict(self.model.state_dict())
+        self.state = {n: t for name, held in self._held.items() for n, t in by_expert(name, held)}
         self.parameters = sum(p.numel() for p in model.parameters())
         sizing = _sizing(self.parameters)
         self.batch_sizes = tuple(size for size in BATCH_SIZES if size <= sizing.largest_batch)
@@ -188,9 +190,9 @@ class ModelRunner:
         handle, name = tempfile.mkstemp(prefix="sluice-weights-", suffix=".safetensors")
         os.close(handle)
         self._spill = Path(name)
-        tied = tied_names(self.state)
-        save_file({n: t.contiguous() for n, t in self.state.items() if tied[n][0] == n}, name)
-        for tensor in self.state.values():
+        tied = tied_names(self._held)
+        save_file({n: t.contiguous() for n, t in self._held.items() if tied[n][0] == n}, name)
+        for tensor in self._held.values():
             tensor.untyped_storage().resize_(0)
 
     def resume(self) -> None:
@@ -199,9 +201,9 @@ class ModelRunner:
 
         if self._spill is None:
             raise EngineError("The weights were not released.")
-        for tensor in self.state.values():
+        for tensor in self._held.values():
             tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
-        copy_into(self.state, iter(load_file(str(self._spill)).items()))
+        copy_into(self._held, iter(load_file(str(self._spill)).items()))
         self._spill.unlink()
         self._spill = None
 
