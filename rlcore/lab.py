@@ -121,7 +121,7 @@ def run_lab(
     """
     from rlcore.train.batch import load_batch, read_rollout
     from rlcore.train.fsdp.trainer import FsdpTrainer
-    from rlcore.train.trainer import BatchFiles
+    from rlcore.train.trainer import BatchFiles, Lora
 
     at, state = _policy(store, iteration, policy)
     files = BatchFiles(
@@ -138,6 +138,7 @@ def run_lab(
             seed=config.run.seed,
             device=device,
             trust_remote_code=config.model.trust_remote_code,
+            lora=Lora.of(config.model),
         )
         prepare_model(store.objects, store.origin, config.model, config.run.seed, scratch)
         folder = model_path(store.objects, store.origin, config.model, scratch)

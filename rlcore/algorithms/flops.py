@@ -69,11 +69,11 @@ def _mlp_width(config: Any) -> float:
     layers: int = config.num_hidden_layers
     active = getattr(config, "num_experts_per_tok", None)
     expert = getattr(config, "moe_intermediate_size", None)
-    dense = float(config.intermediate_size)
+    dense = float(getattr(config, "intermediate_size", None) or 4 * config.hidden_size)
     if active is None:
         return dense
     # Where no width is named for experts, theirs is the only one.
-    sparse = float(active * (expert or dense))
+    sparse = active * (expert or dense) + getattr(config, "shared_expert_intermediate_size", 0.0)
     step = getattr(config, "decoder_sparse_step", None) or 1
     plain = set(getattr(config, "mlp_only_layers", None) or ())
     of_experts = sum(i not in plain and (i + 1) % step == 0 for i in range(layers))

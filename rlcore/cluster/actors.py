@@ -16,6 +16,7 @@ from rlcore.errors import ClusterError
 from rlcore.slime.compat.attributes import slime_args_of
 from rlcore.starting_model import check_in_place, is_in_place, prepare_model
 from rlcore.store.credentials import all_options
+from rlcore.train.trainer import Lora
 
 CONTROL_DEADLINE_S = 300.0
 
@@ -227,6 +228,7 @@ async def start_trainer(plan: FleetPlan, placement: Placement, number: int) -> T
             storage_options=all_options(config.storage),
             scratch=str(plan.scratch),
             trust_remote_code=config.model.trust_remote_code,
+            lora=Lora.of(config.model),
             timeout_s=config.train.deadline_s,
             slime=slime_args_of(config),
         ),

@@ -31,7 +31,7 @@ from rlcore.starting_model import prepare_model
 from rlcore.store.files import download_folder, file_ref, upload_file, upload_folder
 from rlcore.store.manifest import FileRef
 from rlcore.store.objects import Objects
-from rlcore.train.trainer import DType, StateDigest, TrainReport
+from rlcore.train.trainer import DType, Lora, StateDigest, TrainReport
 from rlcore.weights.sync import SyncReport, SyncSpec, WeightSync
 
 if TYPE_CHECKING:
@@ -61,6 +61,7 @@ class TrainerSpec:
     scratch: str
     """Local folder for what is on its way to or from the store."""
     trust_remote_code: bool = False
+    lora: Lora | None = None
     timeout_s: float = 3600.0
     """Seconds after which a collective counts as hung."""
     slime: dict[str, Any] | None = None
@@ -284,8 +285,9 @@ class TrainerActor:
         trainer.export_hf(folder, dtype)
         if self._rank != 0:
             return []
-        for path in folder.iterdir():
-            _to_disk(path)
+        for path in folder.rglob("*"):
+            if path.is_file():
+                _to_disk(path)
         refs = upload_folder(self._objects, folder, key_prefix)
         if in_place is None:
             shutil.rmtree(folder)
@@ -342,6 +344,7 @@ class TrainerActor:
                 seed=self._spec.seed,
                 device=self._spec.device,
                 trust_remote_code=self._spec.trust_remote_code,
+                lora=self._spec.lora,
             )
         return self._trainer
 

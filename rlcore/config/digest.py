@@ -37,6 +37,9 @@ NEWER: tuple[tuple[str, str, Any], ...] = (
     ("algorithm", "custom_pg_loss_reducer_function_path", None),
     ("algorithm", "custom_loss_function_path", None),
     ("rollout", "sample_hook_paths", []),
+    ("model", "lora_rank", None),
+    ("model", "lora_alpha", 32.0),
+    ("model", "lora_target_modules", []),
     ("weights", "custom_update_weight_post_write_path", None),
 )
 """Settings at values that are left out, so that runs of older releases keep their digests."""

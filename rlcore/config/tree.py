@@ -26,6 +26,7 @@ from rlcore.config.algorithm import AlgorithmConfig as AlgorithmConfig
 from rlcore.config.data import DataConfig as DataConfig
 from rlcore.config.data import EvalConfig as EvalConfig
 from rlcore.config.data import EvalDataset as EvalDataset
+from rlcore.config.model import ModelConfig as ModelConfig
 from rlcore.config.reward import NO_REWARD
 from rlcore.config.reward import JudgeConfig as JudgeConfig
 from rlcore.config.reward import RewardConfig as RewardConfig
@@ -79,25 +80,6 @@ class RunSection(Section):
                 "run.mode = 'debug-train-only' and run.train_from, the run whose batches are "
                 "trained on, belong together: give both or neither"
             )
-        return self
-
-
-class ModelConfig(Section):
-    """The model that is trained."""
-
-    path: FilePath = ""
-    """Hugging Face folder with weights, config.json and tokenizer."""
-    build: FunctionPath = ""
-    """Instead of `path`: a function `(folder: Path, seed: int) -> None` that writes it."""
-    tokenizer: FilePath = ""
-    """Folder of the tokenizer, where it is not the model's."""
-    trust_remote_code: bool = False
-    """Allow Python code that comes with the model folder to run."""
-
-    @model_validator(mode="after")
-    def _one_source(self) -> "ModelConfig":
-        if bool(self.path) == bool(self.build):
-            raise ValueError("give exactly one of model.path and model.build")
         return self
 
 
@@ -292,6 +274,16 @@ class RunConfig(Section):
     def _rollouts_ahead_agree(self) -> "RunConfig":
         check_ahead(self)
         check_transport(self)
+        return self
+
+    @model_validator(mode="after")
+    def _adapters_agree(self) -> "RunConfig":
+        interval = self.algorithm.ref_update_interval
+        if self.model.lora_rank is not None and interval is not None:
+            raise ValueError(
+                f"algorithm.ref_update_interval = {interval} moves the reference, which with "
+                "model.lora_rank is always the starting model; remove one of them"
+            )
         return self
 
     @model_validator(mode="after")

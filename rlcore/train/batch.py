@@ -231,7 +231,7 @@ def _as_converted(made: Sequence[TrainSequence]) -> tuple[_Trained, dict[str, fl
         executions=list(range(len(kept))),
         tokens=dict(enumerate(s.trainable_tokens for s in kept)),
         given=given,
-        sequence=lambda i: replace(kept[i], **cleared),
+        sequence=lambda i: replace(kept[i], **cleared),  # type: ignore[arg-type]
     )
     # Whether a sample that was marked for removal is trained was the function's to say.
     counted = {"samples_removed": 0.0, "samples_without_tokens": float(len(made) - len(kept))}

@@ -28,9 +28,28 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rlcore.algorithms.packing import TrainSequence
+    from rlcore.config.tree import ModelConfig
     from rlcore.store.manifest import FileRef
 
 DType = Literal["float32", "bfloat16"]
+
+
+@dataclass(frozen=True, slots=True)
+class Lora:
+    """Updates of low rank that are trained in place of the model's weights."""
+
+    rank: int
+    alpha: float
+    """The update is multiplied by alpha / rank."""
+    targets: tuple[str, ...] = ()
+    """Names of linear layers; none: all of the decoder."""
+
+    @classmethod
+    def of(cls, model: ModelConfig) -> Lora | None:
+        """What the configuration asks for."""
+        if model.lora_rank is None:
+            return None
+        return cls(model.lora_rank, model.lora_alpha, tuple(model.lora_target_modules))
 
 
 @dataclass(frozen=True, slots=True)

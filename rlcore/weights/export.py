@@ -12,8 +12,9 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rlcore.train.trainer import DType
 
@@ -36,20 +37,43 @@ _WEIGHTS = (
 )
 
 
-def write_hf_folder(folder: Path, source: Path, tensors: NamedTensors, dtype: DType) -> None:
+@dataclass(frozen=True)
+class Adapter:
+    """Updates of a model in PEFT's format."""
+
+    config: dict[str, Any]
+    tensors: dict[str, Tensor]
+
+
+def write_hf_folder(
+    folder: Path, source: Path, tensors: NamedTensors, dtype: DType, adapter: Adapter | None = None
+) -> None:
     """Write a model.
 
     Args:
         folder: must not exist; its parent is made.
         source: the folder that the model was loaded from: its small files are copied.
         tensors: all weights by name, of `dtype`.
+        adapter: what is already in these weights, for a folder `adapter` of its own: beside them,
+            loaders would add it once more.
     """
     staging = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
     copy_small_files(source, staging, dtype)
     write_tensors(staging, tensors)
+    if adapter is not None:
+        _write_adapter(staging / "adapter", adapter)
     os.rename(staging, folder)
+
+
+def _write_adapter(folder: Path, adapter: Adapter) -> None:
+    from safetensors.torch import save_file
+
+    folder.mkdir()
+    text = json.dumps(adapter.config, indent=2, sort_keys=True) + "\n"
+    (folder / "adapter_config.json").write_text(text, "utf-8")
+    save_file(adapter.tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
 def copy_small_files(source: Path, target: Path, dtype: DType) -> None:

@@ -29,6 +29,7 @@ from rlcore.engine.embedded.weights import (
 from rlcore.errors import EngineError
 from rlcore.images.layout import SequenceImages
 from rlcore.images.model import Picture, attend, attention_of, auto_class, decoder, embed, sees
+from rlcore.weights.experts import by_expert
 from rlcore.weights.names import checkpoint_names
 
 PROMPT_MULTIPLE = 16
@@ -76,9 +77,13 @@ class ModelRunner:
             device=self.device,
         )
         _own_storage(self.model)
-        held: dict[str, Tensor] = dict(self.model.state_dict())
-        names = checkpoint_names(held, path)
-        self.state = {names[name]: tensor for name, tensor in held.items()}
+        self._held: dict[str, Tensor] = dict(self.model.state_dict())
+        names = checkpoint_names(self._held, path)
+        self.state = {
+            name: part
+            for own, tensor in self._held.items()
+            for name, part in by_expert(names[own], tensor)
+        }
         """Under the names of the model's folder."""
         self.parameters = sum(p.numel() for p in model.parameters())
         sizing = _sizing(self.parameters)
@@ -259,9 +264,9 @@ class ModelRunner:
         handle, name = tempfile.mkstemp(prefix="sluice-weights-", suffix=".safetensors")
         os.close(handle)
         self._spill = Path(name)
-        tied = tied_names(self.state)
-        save_file({n: t.contiguous() for n, t in self.state.items() if tied[n][0] == n}, name)
-        for tensor in self.state.values():
+        tied = tied_names(self._held)
+        save_file({n: t.contiguous() for n, t in self._held.items() if tied[n][0] == n}, name)
+        for tensor in self._held.values():
             tensor.untyped_storage().resize_(0)
 
     def resume(self) -> None:
@@ -270,9 +275,9 @@ class ModelRunner:
 
         if self._spill is None:
             raise EngineError("The weights were not released.")
-        for tensor in self.state.values():
+        for tensor in self._held.values():
             tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
-        copy_into(self.state, iter(load_file(str(self._spill)).items()))
+        copy_into(self._held, iter(load_file(str(self._spill)).items()))
         self._spill.unlink()
         self._spill = None
 

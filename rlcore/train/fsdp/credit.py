@@ -60,6 +60,8 @@ class MicroBatch:
     """[M] KL estimates, where they are a penalty on rewards."""
     responses: Responses | None = None
     """Its samples' responses, for functions of one's own; None without samples too."""
+    empty: bool = False
+    """It has no samples: a masked token stands in for them."""
 
     @classmethod
     def of(
@@ -78,12 +80,18 @@ class MicroBatch:
         rows = packed.loss_mask.nonzero()[:, 0]
         shown = len(sequences) > 0 and len(rows) > 0
         lengths = tuple(int(part.sum()) for part in packed.loss_mask.split(packed.lengths))
-        if not len(rows):
+        empty = not len(rows)
+        if empty:
             rows, lengths = torch.zeros(1, dtype=torch.int64), (1,)
         advantages = packed.advantages.index_select(0, rows)
         responses = Responses.of(sequences, packed, device) if shown else None
         return cls(
-            packed.to(device), rows.to(device), lengths, advantages.to(device), responses=responses
+            packed.to(device),
+            rows.to(device),
+            lengths,
+            advantages.to(device),
+            responses=responses,
+            empty=empty,
         )
 
     def pick(self, name: str) -> Tensor:

@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -44,7 +45,7 @@ from rlcore.algorithms.losses import (
 )
 from rlcore.algorithms.metrics import Metrics, merge_metrics
 from rlcore.algorithms.off_policy import ImportanceSampling
-from rlcore.algorithms.packing import LogProbs, pack
+from rlcore.algorithms.packing import LogProbs, PackedBatch, pack
 from rlcore.algorithms.values import ValueInputs, value_loss
 from rlcore.config.tree import AlgorithmConfig
 from rlcore.errors import TrainError
@@ -124,6 +125,13 @@ def loss_settings(a: AlgorithmConfig) -> PolicyLossSettings:
     )
 
 
+class Scores(Protocol):
+    """A policy, as far as log-probs go."""
+
+    def score(self, batch: PackedBatch, rows: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        """See `Policy.score`."""
+
+
 @dataclass(frozen=True)
 class Models:
     """What a batch goes through."""
@@ -132,7 +140,7 @@ class Models:
     optimizer: ShardedAdamW
     """Of the policy."""
     critic: TrainedCritic | None = None
-    reference: Policy | None = None
+    reference: Scores | None = None
     """The starting model, where a divergence from it is asked for."""
     teacher: Policy | None = None
     """For on-policy distillation."""
@@ -202,6 +210,7 @@ class BatchLoop:
             reports.append(metrics)
         seconds = time.perf_counter() - start
         speed = {"seconds_train": seconds, "tokens_per_s": self._batch.tokens / max(seconds, 1e-9)}
+        means |= self._policy.expert_load.figures()
         return _over_steps(reports) | gap | means | self._clock.seconds | speed | self._speed()
 
     def measure(self) -> Scalars:
@@ -219,6 +228,7 @@ class BatchLoop:
         over the batch's tokens.
         """
         self._drop_gradients()
+        self._policy.expert_load.reset()
         steps = [self._prepare(step) for step in self._batch.steps]
         gap = self._score_ahead(steps)
         spread_advantages(steps, self._settings.algorithm, self._own)
@@ -278,7 +288,7 @@ class BatchLoop:
                 parts.append(self._gap(micro, micro.old))
         return _over_ranks(merge_metrics(parts))
 
-    def _score(self, model: Policy, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+    def _score(self, model: Scores, micro: MicroBatch) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies at the trained positions, at the rollout's temperature."""
         return model.score(micro.packed, micro.rows, self._settings.temperature)
 
@@ -295,10 +305,11 @@ class BatchLoop:
         # The policy of later steps has moved: only that of the first is the engine's.
         shows = number == 0 and not self._old_ahead
         for micro in step:
-            if "loss" in self._own:
-                out, log_probs = self._loss_of_function(micro, with_log_probs=shows)
-            else:
-                out, log_probs = self._loss(micro, number)
+            with self._policy.expert_load.counting(real=not micro.empty):
+                if "loss" in self._own:
+                    out, log_probs = self._loss_of_function(micro, with_log_probs=shows)
+                else:
+                    out, log_probs = self._loss(micro, number)
             (out.loss * (dist.get_world_size() * scale)).backward()
             parts.append(out.metrics)
             if shows and log_probs is not None:
@@ -422,11 +433,14 @@ class BatchLoop:
 
     def _speed(self) -> Scalars:
         """Throughput of the batch."""
+        # Nothing is computed of the gradient of a frozen weight; a critic counts as the policy.
+        frozen = not all(p.requires_grad for p in self._policy.lm.parameters())
+        costs = {"": 2 if frozen else 3, "critic_": 3}
         return throughput(
             self._batch,
             ModelShape.of(self._policy.lm.config),
             self._clock.seconds,
-            models=len(self._learners()),
+            passes=sum(costs[name] for name in self._learners()),
             all_logits="loss" in self._own,
         )
 

@@ -71,7 +71,7 @@ def throughput(
     shape: ModelShape,
     seconds: dict[str, float],
     *,
-    models: int,
+    passes: int,
     all_logits: bool,
 ) -> dict[str, float]:
     """Times, tokens and operations a second, by slime's names.
@@ -83,7 +83,7 @@ def throughput(
         batch: this rank's share.
         shape: of the model.
         seconds: by phase, as the loop names them.
-        models: how many are trained: a critic counts as the policy does.
+        passes: that training is worth, in forward passes of the model.
         all_logits: whether the output layer is applied at all tokens.
     """
     train = seconds.get("seconds_forward_backward", 0.0) + seconds.get("seconds_optimizer", 0.0)
@@ -102,7 +102,7 @@ def throughput(
     each = flops.item() / ranks / 1e12
     out = {
         "perf/actor_train_time": train,
-        "perf/actor_train_tflops": 3 * models * each / train,
+        "perf/actor_train_tflops": passes * each / train,
         "perf/actor_train_tok_per_s": batch.tokens / train,
         "perf/actor_train_tokens_per_gpu_per_sec": batch.tokens / train / ranks,
     }

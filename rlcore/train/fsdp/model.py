@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -42,7 +43,9 @@ from rlcore.images.model import (
 )
 from rlcore.images.trial import trial
 from rlcore.train.fsdp.attention import ATTENTION, SequenceLayout, register
+from rlcore.train.fsdp.experts import ExpertLoad
 from rlcore.train.trainer import DType
+from rlcore.weights.experts import by_expert, is_stacked
 
 PROBE_TOLERANCE = 1e-3
 """Largest difference to the model's own logits, in float32, that counts as rounding."""
@@ -54,6 +57,7 @@ class Policy(nn.Module):
     def __init__(self, lm: Any) -> None:
         super().__init__()
         self.lm = lm
+        self.expert_load = ExpertLoad(lm)
 
     def forward(
         self,
@@ -108,8 +112,12 @@ class Policy(nn.Module):
         return cast(Tensor, found[0])
 
     def weights(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters by their Hugging Face names; one that is tied comes once."""
+        """Parameters by the names that transformers gives them; one that is tied comes once."""
         yield from self.lm.named_parameters()
+
+    def trained(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Those of `weights` that are not frozen: what a state holds."""
+        return ((name, p) for name, p in self.weights() if p.requires_grad)
 
 
 def hidden_states(
@@ -180,6 +188,7 @@ def load_policy(
             f"model.path: {folder} lacks weights, or has them in another shape: "
             f"{', '.join(sorted(missing)[:5])} ({len(missing)} in all)"
         )
+    _check_expert_names(lm, folder)
     for module in lm.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -213,6 +222,23 @@ def shard(
 def current_device(kind: str) -> torch.device:
     """`cpu`, or this process's GPU."""
     return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+
+
+def _check_expert_names(lm: nn.Module, folder: Path) -> None:
+    """What is exported must have the names that the model came with."""
+    stacked = [(n, p) for n, p in lm.named_parameters() if p.ndim == 3 and ".experts." in n]
+    if not stacked:
+        return
+    there: set[str] = set()
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as opened:
+            there.update(opened.keys())
+    for name, parameter in stacked:
+        if not is_stacked(name) or any(n not in there for n, _ in by_expert(name, parameter)):
+            raise ConfigError(
+                f"model.path: {folder} names its experts in a way that the fsdp trainer does not "
+                f"know ({name}); it knows mlp.experts.0.gate_proj.weight and so on"
+            )
 
 
 @torch.no_grad()

@@ -1,9 +1,9 @@
 """The trainer's state as files (torch DCP), and its identity by content.
 
-A state is the parameters, AdamW's moments, the count of optimizer steps (which fixes the learning
-rate) and the random generator; of a critic, where there is one, the same; and the parameters of a
-reference that follows the policy. Each rank writes the shards that it holds; any other number of
-ranks can read them.
+A state is the parameters that are trained, AdamW's moments, the count of optimizer steps (which
+fixes the learning rate) and the random generator; of a critic, where there is one, the same; and
+the parameters of a reference that follows the policy. Each rank writes the shards that it holds;
+any other number of ranks can read them.
 
 Invariants:
 - Digests hold names, shapes, types and bytes of whole tensors, and neither ranks nor file layout.
@@ -118,7 +118,7 @@ def digest(
     reference: Weights | None = None,
 ) -> StateDigest:
     """Digests of what is held; the same on every rank."""
-    model: list[tuple[str, Tensor]] = [(name, p.detach()) for name, p in policy.weights()]
+    model: list[tuple[str, Tensor]] = [(name, p.detach()) for name, p in policy.trained()]
     moments: list[tuple[str, Tensor]] = [("steps", torch.tensor(optimizer.steps))]
     moments += optimizer.moments()
     if critic is not None:
@@ -136,7 +136,7 @@ def _tensors(
     reference: Weights | None,
 ) -> dict[str, Tensor]:
     """Everything by name; loading writes into these."""
-    tensors: dict[str, Tensor] = {f"model.{name}": p.detach() for name, p in policy.weights()}
+    tensors: dict[str, Tensor] = {f"model.{name}": p.detach() for name, p in policy.trained()}
     tensors.update(optimizer.moments())
     tensors[STEPS] = torch.tensor(optimizer.steps)
     tensors[RNG] = torch.get_rng_state()

@@ -25,11 +25,20 @@ from rlcore.train.custom import Functions
 from rlcore.train.fsdp import state
 from rlcore.train.fsdp.critic import TrainedCritic, load_critic
 from rlcore.train.fsdp.loop import BatchLoop, LoopSettings, Models
+from rlcore.train.fsdp.lora import Adapters, WithoutAdapters
 from rlcore.train.fsdp.model import Policy, current_device, load_policy, shard
 from rlcore.train.fsdp.optimizer import ShardedAdamW, learning_rate
 from rlcore.train.fsdp.shards import ShardWriter
-from rlcore.train.trainer import DType, StateDigest, TrainBatch, TrainReport, check_can_train
-from rlcore.weights.export import write_hf_folder
+from rlcore.train.trainer import (
+    DType,
+    Lora,
+    StateDigest,
+    TrainBatch,
+    TrainReport,
+    check_can_train,
+)
+from rlcore.weights.experts import by_expert
+from rlcore.weights.export import Adapter, write_hf_folder
 from rlcore.weights.names import checkpoint_names
 
 TORCH_DTYPES: dict[DType, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -47,6 +56,7 @@ class FsdpTrainer:
         seed: int,
         device: str,
         trust_remote_code: bool = False,
+        lora: Lora | None = None,
     ) -> None:
         """`temperature` is the rollout's; `device` is `cpu` or `cuda` (this process's current
         one).
@@ -58,6 +68,7 @@ class FsdpTrainer:
         self._temperature = temperature
         self._seed = seed
         self._trust_remote_code = trust_remote_code
+        self._lora = lora
         self._device = current_device(device)
         self._mesh = init_device_mesh(device, (dist.get_world_size(),))
         self._folder: Path | None = None
@@ -65,6 +76,7 @@ class FsdpTrainer:
         self.images: ImageProcessor | None = None
         """Of the model that is held; None where it takes no images."""
         self._policy: Policy | None = None
+        self._adapters: Adapters | None = None
         self._reference: Policy | None = None
         self._reference_moved = False
         self._teacher: Policy | None = None
@@ -79,15 +91,16 @@ class FsdpTrainer:
         from a Hugging Face folder.
         """
         self.loaded, self.dirty = None, True
-        self._policy = self._optimizer = self._critic = None
-        self._policy = self._build(model_folder, checkpointing=self._train.gradient_checkpointing)
-        if self._algorithm.needs_reference and (self._reference is None or self._reference_moved):
+        self._policy = self._adapters = self._optimizer = self._critic = None
+        self._policy = self._build(model_folder, trained=True)
+        own = self._reference is None or self._reference_moved
+        if self._algorithm.needs_reference and self._adapters is None and own:
             self._build_reference(model_folder)
         if self._algorithm.opd_teacher_load and self._teacher is None:
             self._teacher = self._build_teacher(
                 self._policy, Path(self._algorithm.opd_teacher_load)
             )
-        self._optimizer = ShardedAdamW(list(self._policy.weights()), self._train)
+        self._optimizer = ShardedAdamW(list(self._policy.trained()), self._train)
         if self._algorithm.has_critic:
             self._critic = self._build_critic(model_folder)
         self._writer = ShardWriter()
@@ -121,17 +134,30 @@ class FsdpTrainer:
         """Digests of what is held."""
         return state.digest(*self._held(), self._critic, self._reference_weights())
 
-    def _build(self, folder: Path, *, checkpointing: bool = False) -> Policy:
+    def _build(self, folder: Path, *, trained: bool = False) -> Policy:
+        """A model, sharded; frozen, or to be trained, itself or adapters in it."""
         policy = load_policy(
-            folder, trust_remote_code=self._trust_remote_code, checkpointing=checkpointing
+            folder,
+            trust_remote_code=self._trust_remote_code,
+            checkpointing=trained and self._train.gradient_checkpointing,
         )
+        if not trained:
+            policy.requires_grad_(False)
+        elif self._lora is not None:
+            self._adapters = Adapters(policy, self._lora, self._seed)
         shard(policy, blocks(policy.lm.base_model), self._mesh, self._train.precision)
         return policy
 
     def _build_reference(self, folder: Path) -> None:
         self._reference = None
-        self._reference = self._build(folder).requires_grad_(False)
+        self._reference = self._build(folder)
         self._reference_moved = False
+
+    def _reference_of(self, policy: Policy) -> Policy | WithoutAdapters | None:
+        """What answers for the reference, where there is one."""
+        if self._adapters is None or not self._algorithm.needs_reference:
+            return self._reference
+        return WithoutAdapters(policy, self._adapters)
 
     def _reference_weights(self) -> dict[str, Tensor] | None:
         """Those of a reference that follows the policy: a part of the state."""
@@ -170,7 +196,7 @@ class FsdpTrainer:
                 f"algorithm.opd_teacher_load = {str(folder)!r} is not a folder on the trainer's "
                 "machine; give a Hugging Face model folder that it sees"
             )
-        teacher = self._build(folder).requires_grad_(False)
+        teacher = self._build(folder)
         ours, theirs = (m.lm.get_input_embeddings().weight.shape[0] for m in (policy, teacher))
         if ours != theirs:
             raise ConfigError(
@@ -252,7 +278,7 @@ class FsdpTrainer:
             policy,
             optimizer,
             critic=self._critic if algorithm.has_critic else None,
-            reference=self._reference,
+            reference=self._reference_of(policy),
             teacher=self._teacher if algorithm.opd_teacher_load else None,
         )
         # Before anything is begun: a function that cannot be loaded leaves all as it is.
@@ -291,24 +317,32 @@ class FsdpTrainer:
         the embedding's.
         """
         policy, _ = self._held()
-        for name, parameter in policy.weights():
-            whole = state.full(parameter.detach())
-            yield self._names[name], whole.to(device=device, dtype=TORCH_DTYPES[dtype])
+        plain = ((name, state.full(p.detach())) for name, p in policy.weights())
+        for name, whole in plain if self._adapters is None else self._adapters.merged():
+            weight = whole.to(device=device, dtype=TORCH_DTYPES[dtype])
+            yield from by_expert(self._names[name], weight)
 
     def export_hf(self, folder: Path, dtype: DType) -> None:
-        """Write config, tokenizer and weights; see `write_hf_folder`."""
+        """Write config, tokenizer and weights, and an adapter by itself; see `write_hf_folder`."""
         self._held()
         if self._folder is None or self.dirty:
             raise TrainError(
                 "the trainer stopped in the middle of a batch, so its weights are no model to "
                 "export"
             )
+        adapter = None if self._adapters is None else self._adapter(self._adapters, self._folder)
         tensors = self.named_tensors(dtype)
         if dist.get_rank() == 0:
-            write_hf_folder(folder, self._folder, tensors, dtype)
+            write_hf_folder(folder, self._folder, tensors, dtype, adapter)
         else:
             for _ in tensors:
                 pass
+
+    @torch.no_grad()
+    def _adapter(self, adapters: Adapters, base: Path) -> Adapter:
+        """What is trained in place of the weights, whole; float32."""
+        tensors = {name: whole.cpu() for name, whole in adapters.named_tensors()}
+        return Adapter(adapters.config(str(base)), tensors)
 
     def memory(self) -> dict[str, float]:
         """Peak resident memory of the process, and on a GPU what torch holds and held at most."""

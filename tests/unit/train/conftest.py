@@ -18,7 +18,7 @@ from rlcore.algorithms.aggregate import Totals
 from rlcore.algorithms.packing import TrainSequence
 from rlcore.algorithms.plan import plan
 from rlcore.config.tree import AlgorithmConfig, TrainConfig
-from rlcore.train.trainer import TrainBatch, TrainStep
+from rlcore.train.trainer import Lora, TrainBatch, TrainStep
 
 ROOT = Path(__file__).parents[3]
 VOCAB = 45
@@ -139,6 +139,7 @@ def make_trainer(process_group: None, model_folder: Path) -> Callable[..., Any]:
         folder: Path = model_folder,
         algorithm: AlgorithmConfig | None = None,
         temperature: float = 1.0,
+        lora: Lora | None = None,
         **settings: Any,
     ) -> FsdpTrainer:
         trainer = FsdpTrainer(
@@ -147,6 +148,7 @@ def make_trainer(process_group: None, model_folder: Path) -> Callable[..., Any]:
             temperature=temperature,
             seed=0,
             device="cpu",
+            lora=lora,
         )
         trainer.load(folder, "start")
         return trainer

@@ -17,7 +17,14 @@ from rlcore.train.fsdp.trainer import FsdpTrainer
 
 
 def run(job: dict[str, Any], rank: int) -> dict[str, Any]:
-    trainer = FsdpTrainer(job["train"], job["algorithm"], temperature=1.0, seed=0, device="cpu")
+    trainer = FsdpTrainer(
+        job["train"],
+        job["algorithm"],
+        temperature=1.0,
+        seed=0,
+        device="cpu",
+        lora=job.get("lora"),
+    )
     trainer.load(job["model"], "start")
     out: dict[str, Any] = {"reports": []}
     if job.get("restore"):

@@ -80,7 +80,7 @@ def test_speed_is_that_of_the_phases(toy: Any, make_trainer: Any) -> None:
     seconds = metrics["seconds_forward_backward"] + metrics["seconds_optimizer"]
     assert metrics["perf/actor_train_time"] == seconds
     assert metrics["perf/actor_train_tok_per_s"] == pytest.approx(batch.tokens / seconds)
-    shape = ModelShape(32, 64, 2, 4, 2, 8, toy.vocab)
+    shape = ModelShape(32, 64, 2, 4, 2, 128, toy.vocab)
     flops = sum(forward_flops(len(s.tokens), shape, s.trainable_tokens) for s in sequences)
     for name, times in (("actor_train", 3), ("log_probs", 1), ("ref_log_probs", 1)):
         took = metrics[f"perf/{name}_time"]
