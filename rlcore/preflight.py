@@ -22,6 +22,7 @@ from rlcore.errors import (
     RewardError,
     StoreError,
 )
+from rlcore.models.presets import check_preset
 from rlcore.observe.trackers import check_trackers
 from rlcore.opening import check_same, open_store
 from rlcore.plugins import TRAINING, Kind, check_signature, load_checked, load_function
@@ -120,7 +121,7 @@ def check_engine(config: RunConfig) -> None:
 
 
 def check_model(model: ModelConfig) -> None:
-    """The model folder is one, or the function that builds it loads."""
+    """The model folder is one, of the named preset, or the function that builds it loads."""
     if model.build:
         load_checked(model.build, "model.build", "build")
         return
@@ -143,6 +144,8 @@ def check_model(model: ModelConfig) -> None:
             f"model.path = {model.path!r} holds no *.safetensors file; "
             "convert its weights to that format"
         )
+    if model.preset:
+        check_preset(model.preset, folder)
 
 
 def check_data(config: RunConfig) -> None:

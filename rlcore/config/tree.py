@@ -35,6 +35,7 @@ from rlcore.config.section import PositiveInt as PositiveInt
 from rlcore.config.section import Scalar as Scalar
 from rlcore.config.section import Section as Section
 from rlcore.config.tracking import TrackingConfig as TrackingConfig
+from rlcore.models.presets import read_preset
 
 WITHOUT_TRAINER = frozenset({"debug-rollout-only"})
 """Modes in which nothing is trained."""
@@ -83,10 +84,14 @@ class RunSection(Section):
 class ModelConfig(Section):
     """The model that is trained."""
 
+    OPERATIONAL = frozenset({"preset"})
+
     path: FilePath = ""
     """Hugging Face folder with weights, config.json and tokenizer."""
     build: FunctionPath = ""
     """Instead of `path`: a function `(folder: Path, seed: int) -> None` that writes it."""
+    preset: str = ""
+    """Name of the architecture that the model must have, such as `qwen3-4B`."""
     tokenizer: FilePath = ""
     """Folder of the tokenizer, where it is not the model's."""
     trust_remote_code: bool = False
@@ -96,6 +101,8 @@ class ModelConfig(Section):
     def _one_source(self) -> "ModelConfig":
         if bool(self.path) == bool(self.build):
             raise ValueError("give exactly one of model.path and model.build")
+        if self.preset:
+            read_preset(self.preset)
         return self
 
 
