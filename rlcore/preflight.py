@@ -24,6 +24,7 @@ from rlcore.errors import (
 )
 from rlcore.images.files import KIND as IMAGE
 from rlcore.images.processor import takes_images
+from rlcore.models.presets import check_preset
 from rlcore.observe.trackers import check_trackers
 from rlcore.opening import check_same, open_store
 from rlcore.plugins import TRAINING, Kind, check_signature, load_checked, load_function
@@ -124,7 +125,7 @@ def check_engine(config: RunConfig) -> None:
 
 
 def check_model(model: ModelConfig) -> None:
-    """The model folder is one, or the function that builds it loads."""
+    """The model folder is one, of the named preset, or the function that builds it loads."""
     if model.build:
         load_checked(model.build, "model.build", "build")
         return
@@ -147,6 +148,8 @@ def check_model(model: ModelConfig) -> None:
             f"model.path = {model.path!r} holds no *.safetensors file; "
             "convert its weights to that format"
         )
+    if model.preset:
+        check_preset(model.preset, folder)
 
 
 def check_images(config: RunConfig) -> None:

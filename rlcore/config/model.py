@@ -8,15 +8,20 @@ from typing import Annotated
 from pydantic import Field, model_validator
 
 from rlcore.config.section import FilePath, FunctionPath, PositiveInt, Section
+from rlcore.models.presets import read_preset
 
 
 class ModelConfig(Section):
     """The model that is trained."""
 
+    OPERATIONAL = frozenset({"preset"})
+
     path: FilePath = ""
     """Hugging Face folder with weights, config.json and tokenizer."""
     build: FunctionPath = ""
     """Instead of `path`: a function `(folder: Path, seed: int) -> None` that writes it."""
+    preset: str = ""
+    """Name of the architecture that the model must have, such as `qwen3-4B`."""
     tokenizer: FilePath = ""
     """Folder of the tokenizer, where it is not the model's."""
     trust_remote_code: bool = False
@@ -42,4 +47,6 @@ class ModelConfig(Section):
     def _one_source(self) -> "ModelConfig":
         if bool(self.path) == bool(self.build):
             raise ValueError("give exactly one of model.path and model.build")
+        if self.preset:
+            read_preset(self.preset)
         return self

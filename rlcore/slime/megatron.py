@@ -3,7 +3,7 @@
 from rlcore.slime.rules import Argument, Held, Takes
 
 LAYOUT = Held("how Megatron lays the model out; FSDP2 shards it over all ranks")
-SHAPE = Held("read from the model's config.json")
+SHAPE = Held("read from the model's config.json, or of model.preset; what is said must agree")
 KERNEL = Held("kernels and precision of sums are the trainer's choice")
 MEMORY = Held("how Megatron saves memory; train.gradient_checkpointing recomputes activations")
 

@@ -4,11 +4,13 @@ import difflib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from rlcore.config.load import put
 from rlcore.config.tree import WITHOUT_ENGINES
 from rlcore.errors import ConfigError
+from rlcore.slime.architecture import match_architecture
 from rlcore.slime.convert import BUILT_IN_FILTERS, LOSSES
 from rlcore.slime.megatron import OPTIONS
 from rlcore.slime.rules import Argument, Held, Refused, Setting
@@ -198,6 +200,9 @@ def join(given: dict[str, Any], done: Translation) -> None:
     for name in ("hf-checkpoint", "prompt-data", "num-rollout", "rollout-batch-size"):
         if name not in given:
             raise ConfigError(f"--{name} is missing")
+    preset = match_architecture(given, Path(given["hf-checkpoint"]))
+    if preset is not None:
+        _set(done, "model.preset", preset)
     _mode(given, done)
     if "rollout-max-response-len" not in given and _generates(done):
         raise ConfigError("--rollout-max-response-len is missing: slime has no default for it")
