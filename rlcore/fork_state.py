@@ -11,6 +11,7 @@ from itertools import groupby
 from typing import Any
 
 from rlcore.cluster.actors import start_trainer
+from rlcore.cluster.placement import Demand, Placement
 from rlcore.cluster.plan import FleetPlan
 from rlcore.cluster.trainer_actor import SavedState
 from rlcore.cluster.trainer_group import TrainerGroup
@@ -87,8 +88,11 @@ async def _train(
     own = FleetPlan(config.model_copy(update=here), store, plan.epoch, plan.scratch)
     if state is None and first:
         state = kept_state(store, first - 1, _stage(store, first - 1, "train"))
-    group = await start_trainer(own, -1 - number)
+    demand = Demand.of(own, trainer=True, engines=False)
+    placement = await Placement.reserve(demand, own.config.cluster.ray_address)
+    group: TrainerGroup | None = None
     try:
+        group = await start_trainer(own, placement, -1 - number)
         await group.prepare_model(store.origin, config.model)
         if state is None:
             await group.load(own.start_state())
@@ -101,7 +105,9 @@ async def _train(
             await group.train(before, _state_id(store, i), BatchFiles(iteration=i, **files))
         saved = await group.save_state(base_prefix(store.run_id, new_attempt()))
     finally:
-        group.kill()
+        if group is not None:
+            group.kill()
+        placement.release()
     return {
         "key_prefix": saved.key_prefix,
         "files": [file.model_dump(mode="json") for file in saved.files],
