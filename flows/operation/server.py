@@ -12,9 +12,9 @@ from pathlib import Path
 
 import httpx
 
-from rlcore.engine.launch import DieWithParent
 from rlcore.errors import ClusterError
 from rlcore.net import free_port
+from rlcore.with_parent import with_parent
 
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 3.0
@@ -54,14 +54,13 @@ class PrefectServer:
         # Named from its own folder: a database URL has no way to say '%', '?' or '#' in a path.
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                argv,
+                with_parent(argv),
                 cwd=home,
                 env=env,
                 stdout=log,
                 stderr=log,
                 # Not a session: Linux would weigh it as a whole against all else of ours.
                 process_group=0,
-                preexec_fn=DieWithParent(os.getpid()),
             )
 
     def wait(self) -> None:

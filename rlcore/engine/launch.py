@@ -9,7 +9,6 @@ Invariants:
 """
 
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
@@ -21,13 +20,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rlcore.errors import EngineError
+from rlcore.with_parent import with_parent
 
-PR_SET_PDEATHSIG = 1
 LOG_TAIL_LINES = 20
 POLL_SECONDS = 0.05
-
-# Loaded here: the child, between fork and exec, must not import or allocate more than it has to.
-_libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
 
 def embedded_argv(
@@ -83,14 +79,13 @@ class EngineProcess:
         with self._log_path.open("ab") as log:
             try:
                 self._process = subprocess.Popen(
-                    list(argv),
+                    with_parent(argv),
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     env={**os.environ, **(env or {})},
                     # Not a session: Linux would weigh it as a whole against all else of ours.
                     process_group=0,
-                    preexec_fn=DieWithParent(os.getpid()),
                 )
             except OSError as error:
                 raise EngineError(f"{argv[0]} could not be started: {error}.") from error
@@ -154,21 +149,6 @@ class EngineProcess:
             return "It wrote no log."
         lines = self._log_path.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
         return f"The end of {self._log_path}:\n" + "\n".join(lines)
-
-
-class DieWithParent:
-    """Run in the child before exec: have the kernel end it with its parent."""
-
-    def __init__(self, parent: int) -> None:
-        self._parent = parent
-
-    def __call__(self) -> None:
-        if _libc is None:
-            return
-        _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != self._parent:
-            # The parent ended before the call above took effect.
-            os._exit(1)
 
 
 def _signal_group(pid: int, number: signal.Signals) -> None:

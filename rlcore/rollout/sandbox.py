@@ -10,7 +10,6 @@ machine.
 import asyncio
 import contextlib
 import os
-import resource
 import shutil
 import signal
 import subprocess
@@ -19,7 +18,7 @@ import tempfile
 from dataclasses import dataclass
 from functools import cache
 
-from rlcore.engine.launch import DieWithParent
+from rlcore.with_parent import with_parent
 
 MAX_FILE_BYTES = 2**20
 MAX_PROCESSES = 64
@@ -55,8 +54,8 @@ async def run_python(
         max_output: characters of its output that are kept.
     """
     with tempfile.TemporaryDirectory(prefix="sluice-sandbox-") as folder:
-        limits = _Limits(os.getpid(), timeout_s, memory_mb)
-        argv = [*isolation(), sys.executable, "-I", "-S", "-c", code]
+        program = [*isolation(), sys.executable, "-I", "-S", "-c", code]
+        argv = with_parent(program, _limits(timeout_s, memory_mb))
         with tempfile.TemporaryFile() as out:
             process = await asyncio.to_thread(
                 subprocess.Popen,
@@ -67,7 +66,6 @@ async def run_python(
                 stdout=out,
                 stderr=out,
                 start_new_session=True,
-                preexec_fn=limits,
             )
             try:
                 ended = await asyncio.to_thread(_wait, process, timeout_s)
@@ -88,23 +86,13 @@ def _wait(process: "subprocess.Popen[bytes]", timeout_s: float) -> bool:
     return True
 
 
-class _Limits:
-    """Sets limits in the child, between fork and exec."""
-
-    def __init__(self, parent: int, timeout_s: float, memory_mb: int) -> None:
-        self._die = DieWithParent(parent)
-        seconds = max(1, round(timeout_s + 0.5))
-        self._limits = (
-            (resource.RLIMIT_CPU, seconds),
-            (resource.RLIMIT_AS, memory_mb * MB),
-            (resource.RLIMIT_FSIZE, MAX_FILE_BYTES),
-            (resource.RLIMIT_CORE, 0),
-        )
-
-    def __call__(self) -> None:
-        for which, value in self._limits:
-            resource.setrlimit(which, (value, value))
-        self._die()
+def _limits(timeout_s: float, memory_mb: int) -> dict[str, int]:
+    return {
+        "RLIMIT_CPU": max(1, round(timeout_s + 0.5)),
+        "RLIMIT_AS": memory_mb * MB,
+        "RLIMIT_FSIZE": MAX_FILE_BYTES,
+        "RLIMIT_CORE": 0,
+    }
 
 
 @cache

@@ -1,5 +1,6 @@
 """A real PostgreSQL for tests: Debian's package, a free port, a temporary folder."""
 
+import ctypes
 import os
 import pwd
 import shutil
@@ -13,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from rlcore.engine.launch import DieWithParent
 from rlcore.net import free_port
 
 START_TIMEOUT_S = 60.0
@@ -25,6 +25,13 @@ SETTINGS = {
     "synchronous_commit": "off",
 }
 """The data need not survive the machine."""
+
+
+def die_with_tests() -> None:
+    """In the child, between fork and exec: ask for SIGKILL when the tests end (Linux). Its user may
+    not read our Python, by which `with_parent` would do it.
+    """
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
 @contextmanager
@@ -45,9 +52,7 @@ def postgres() -> Iterator[str]:
     argv = [programs / "postgres", "-D", data, "-p", str(port), "-k", folder]
     argv += [word for name, value in SETTINGS.items() for word in ("-c", f"{name}={value}")]
     log = (folder / "log").open("wb")
-    server = subprocess.Popen(
-        argv, stdout=log, stderr=log, preexec_fn=DieWithParent(os.getpid()), **run_as
-    )
+    server = subprocess.Popen(argv, stdout=log, stderr=log, preexec_fn=die_with_tests, **run_as)
     try:
         create = [programs / "createdb", "-h", "127.0.0.1", "-p", str(port), "-U", "postgres"]
         deadline = time.monotonic() + START_TIMEOUT_S

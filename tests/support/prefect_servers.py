@@ -1,6 +1,5 @@
 """A Prefect server that lives beside the runs of a test, on SQLite or PostgreSQL."""
 
-import os
 import subprocess
 import time
 from collections.abc import Iterator
@@ -11,8 +10,8 @@ import httpx
 from postgres import postgres
 
 from flows.operation.server import PrefectServer, server_argv, server_env
-from rlcore.engine.launch import DieWithParent
 from rlcore.net import free_port
+from rlcore.with_parent import with_parent
 
 KINDS = ("sqlite", "postgresql")
 START_TIMEOUT_S = 120.0
@@ -50,12 +49,11 @@ def server_on(database_url: str, home: Path) -> Iterator[str]:
     api_url = f"http://127.0.0.1:{port}/api"
     with (home / "server.log").open("wb") as log:
         process = subprocess.Popen(
-            server_argv(port),
+            with_parent(server_argv(port)),
             env=server_env(home, api_url, database_url),
             stdout=log,
             stderr=log,
             start_new_session=True,
-            preexec_fn=DieWithParent(os.getpid()),
         )
     try:
         deadline = time.monotonic() + START_TIMEOUT_S

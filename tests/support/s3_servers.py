@@ -3,9 +3,7 @@
 They listen on free loopback ports, die with the test process, and are ended by their process id.
 """
 
-import ctypes
 import json
-import signal
 import socket
 import subprocess
 import sys
@@ -17,6 +15,8 @@ from pathlib import Path
 
 import boto3
 from botocore.config import Config
+
+from rlcore.with_parent import with_parent
 
 KEY, SECRET = "test", "testsecret"
 
@@ -63,14 +63,9 @@ def free_ports(count: int) -> list[int]:
             s.close()
 
 
-def die_with_parent() -> None:
-    """In the child, between fork and exec: ask for SIGKILL when the tests end (Linux)."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-
-
 def start(argv: list[str], port: int, log: Path) -> Server:
     with log.open("wb") as out:
-        process = subprocess.Popen(argv, stdout=out, stderr=out, preexec_fn=die_with_parent)
+        process = subprocess.Popen(with_parent(argv), stdout=out, stderr=out)
     server = Server(f"http://127.0.0.1:{port}", process)
     client = boto3.client(
         "s3",

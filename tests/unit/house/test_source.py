@@ -88,3 +88,14 @@ def test_nothing_is_left_to_do_in_comments() -> None:
     texts = {file: (ROOT / file).read_text(encoding="utf-8") for file in TREES}
     words = ("TODO", "FIXME", "NotImplementedError")
     assert [(f, word) for f, text in texts.items() for word in words if word in text] == []
+
+
+def test_nothing_is_run_between_fork_and_exec() -> None:
+    """It can hang in a process with threads; `rlcore.with_parent` does without."""
+    found = [
+        f"{file}:{node.lineno}"
+        for file, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and any(k.arg == "preexec_fn" for k in node.keywords)
+    ]
+    assert found == []
