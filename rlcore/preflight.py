@@ -187,8 +187,8 @@ def check_reward(config: RunConfig) -> None:
     """
     rollout = config.rollout
     own = rollout.custom_generate_function_path or rollout.custom_rollout_function_path
-    own = own or config.data.generate_function_key or rollout.sample_hook_paths
-    if own or config.reward.max_failed:
+    hooked = config.data.generate_function_key or rollout.sample_hook_paths
+    if own or hooked or config.reward.max_failed:
         rewards.check_reward(config.reward)
         return
     row = first_rows(config.data, 1)[0]
