@@ -211,13 +211,9 @@ def check_reward(config: RunConfig) -> None:
     that puts into a sample, nor where some samples may fail.
     """
     rollout = config.rollout
-    own = (
-        rollout.custom_generate_function_path,
-        rollout.custom_rollout_function_path,
-        rollout.sample_hook_paths,
-        config.data.generate_function_key,
-    )
-    if any(own) or config.reward.max_failed:
+    own = rollout.custom_generate_function_path or rollout.custom_rollout_function_path
+    hooked = config.data.generate_function_key or rollout.sample_hook_paths
+    if own or hooked or config.reward.max_failed:
         rewards.check_reward(config.reward)
         return
     row = first_rows(config.data, 1)[0]

@@ -218,7 +218,7 @@ async def test_a_custom_function_makes_multi_turn_samples(pool: EnginePool, tmp_
         ("fails", "raised KeyError: 'tool' on sample 3 (prompt p1)"),
         ("pending", "with status pending"),
         ("empty", "as completed but without response tokens"),
-        ("listed", "there is no fan-out"),
+        ("listed", "returned sample 0 with status pending"),
         ("foreign", "token ids outside the vocabulary of 128"),
         ("misspelt", "did you mean 'temperature'?"),
         ("not_async", "it must be an `async def not_async"),
