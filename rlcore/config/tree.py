@@ -120,6 +120,8 @@ class TrainConfig(Section):
     """Most tokens of a packed micro-batch on one rank."""
     gradient_checkpointing: bool = False
     """Recompute activations in backward to save memory."""
+    optimizer_cpu_offload: bool = False
+    """Keep AdamW's moments in the CPU's memory, and take its steps there."""
     deadline_s: Annotated[float, Field(gt=0)] = 3600.0
     """Seconds after which a training step counts as hung."""
 

@@ -1,6 +1,6 @@
 """Megatron's own options, as far as launch lines of slime give them."""
 
-from rlcore.slime.rules import Argument, Held, Takes
+from rlcore.slime.rules import Argument, Held, Setting, Takes
 
 LAYOUT = Held("how Megatron lays the model out; FSDP2 shards it over all ranks")
 SHAPE = Held("read from the model's config.json, or of model.preset; what is said must agree")
@@ -27,8 +27,9 @@ OPTIONS = {
             LAYOUT,
             "flag",
             "sequence-parallel use-distributed-optimizer overlap-grad-reduce overlap-param-gather "
-            "use-precision-aware-optimizer optimizer-cpu-offload overlap-cpu-optimizer-d2h-h2d",
+            "use-precision-aware-optimizer overlap-cpu-optimizer-d2h-h2d",
         ),
+        Argument("optimizer-cpu-offload", "flag", Setting("train.optimizer_cpu_offload")),
         *_all(MEMORY, "str", "recompute-granularity recompute-method"),
         *_all(MEMORY, "int", "recompute-num-layers"),
         *_all(MEMORY, "strs", "recompute-modules"),

@@ -107,6 +107,7 @@ def _samples() -> list[Sample]:
             response_length=2,
             label="42",
             reward=reward,
+            rollout_log_probs=[-0.5, -1.0],
             status=Status.COMPLETED,
         )
         for k, reward in enumerate(rewards)

@@ -5,6 +5,8 @@ tensors, fused; torch does the arithmetic. The norm is that of the whole gradien
 
 Invariants:
 - Moments exist from the start, so that a fresh state saves and loads like any other.
+- With `train.optimizer_cpu_offload` the step runs on the CPU, on copies of parameters and gradients
+  that lie there beside the moments; the numbers are those of a step on the CPU.
 - A step is a function of parameters, gradients, moments and the step count: nothing else is
   remembered.
 """
@@ -18,6 +20,7 @@ from typing import Literal, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from rlcore.config.tree import TrainConfig
@@ -51,9 +54,14 @@ class ShardedAdamW:
         """`parameters` are FSDP2's, by name; no weight decay for vectors (norms, biases)."""
         self._parameters = {name: cast(DTensor, p) for name, p in parameters}
         # Detached, the local tensor shares the parameter's storage and is a leaf.
-        self._local = {
+        self._held = {
             name: cast(DTensor, p.detach()).to_local() for name, p in self._parameters.items()
         }
+        self._mesh = next(iter(self._parameters.values())).device_mesh
+        self._local = self._held
+        if config.optimizer_cpu_offload:
+            self._mesh = init_device_mesh("cpu", (self._mesh.size(),))
+            self._local = {name: held.to("cpu", copy=True) for name, held in self._held.items()}
         decayed = [self._local[n] for n, p in self._parameters.items() if p.ndim > 1]
         others = [self._local[n] for n, p in self._parameters.items() if p.ndim <= 1]
         groups = [
@@ -83,6 +91,14 @@ class ShardedAdamW:
         for local in self._local.values():
             self._adamw.state[local]["step"] = torch.tensor(float(steps), device=local.device)
 
+    def take_parameters(self) -> None:
+        """Begin with the parameters as they are now; needed when something else has changed
+        them.
+        """
+        for name, held in self._held.items():
+            if self._local is not self._held:
+                self._local[name].copy_(held)
+
     def collect_gradients(self) -> float:
         """Take over the parameters' gradients; returns the global norm of all of them, before
         clipping.
@@ -90,7 +106,7 @@ class ShardedAdamW:
         grads = []
         for name, parameter in self._parameters.items():
             grad = cast(DTensor, parameter.grad).to_local()
-            self._local[name].grad = grad
+            self._local[name].grad = grad.to(self._local[name].device)
             parameter.grad = None
             grads.append(grad)
         square = nn.utils.get_total_norm(grads).double().square()
@@ -104,6 +120,8 @@ class ShardedAdamW:
         for group in self._adamw.param_groups:
             group["lr"] = lr
         self._adamw.step()
+        if self._local is not self._held:
+            torch._foreach_copy_(list(self._held.values()), list(self._local.values()))
         self.steps += 1
         self.drop_gradients()
 
@@ -132,7 +150,7 @@ class ShardedAdamW:
                     f"{moment}.{name}",
                     DTensor.from_local(
                         local,
-                        parameter.device_mesh,
+                        self._mesh,
                         parameter.placements,
                         run_check=False,
                         shape=parameter.shape,

@@ -97,8 +97,10 @@ def load(
         # DCP raises whatever its readers meet (pickle, header, key and shape errors), and a class
         # of its own, no Exception, around those of several ranks.
         raise Corrupt(f"{folder} does not load as a state of this model: {error}") from error
+    optimizer.take_parameters()
     optimizer.set_steps(int(tensors[STEPS].item()))
     if critic is not None:
+        critic.optimizer.take_parameters()
         critic.optimizer.set_steps(int(tensors[CRITIC_STEPS].item()))
     torch.set_rng_state(tensors[RNG])
     return digest(policy, optimizer, critic, reference)

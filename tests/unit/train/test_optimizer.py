@@ -1,5 +1,6 @@
 """Schedules, clipping, and AdamW against torch's own on whole tensors."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -60,3 +61,23 @@ def test_steps_are_those_of_torch_adamw(process_group: None) -> None:
         ours.step(lr, clip_scale(norm, 0.5))
     for mine, reference in zip(model.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(mine.full_tensor(), reference.detach(), atol=1e-6, rtol=1e-6)  # type: ignore[attr-defined]
+
+
+def test_steps_on_the_cpu_are_the_same_and_go_on_from_a_state(
+    toy: Any, make_trainer: Any, tmp_path: Path
+) -> None:
+    one, two = (toy.shares(toy.random_sequences(5, seed=k), 1)[0] for k in (1, 2))
+    plain = make_trainer()
+    plain.train("start", "a", one)
+    plain.save_state(tmp_path / "a")
+    plain.train("a", "b", two)
+    aside = make_trainer(optimizer_cpu_offload=True)
+    aside.train("start", "a", one)
+    aside.train("a", "b", two)
+    assert aside.digest() == plain.digest()
+    resumed = make_trainer(optimizer_cpu_offload=True)
+    resumed.load_state(tmp_path / "a", "a")
+    resumed.train("a", "b", two)
+    assert resumed.digest() == plain.digest()
+    for name, moment in aside._optimizer.moments():
+        assert moment.to_local().device.type == "cpu", name
