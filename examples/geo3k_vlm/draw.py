@@ -1,7 +1,7 @@
 """Draws the example's pictures and questions: `python examples/geo3k_vlm/draw.py`.
 
-A picture is a rectangle on a board of 4 x 4 squares; the questions are its width (`w`), its height
-(`h`) and its area (`a`). Held out: rectangles of a colour that is not trained on.
+A picture is a rectangle on a board of 4 x 4 squares; the questions are its width (`w`) and its
+height (`h`). Held out: rectangles of a colour that is not trained on.
 """
 
 import json
@@ -28,7 +28,7 @@ def rows(name: str) -> list[dict[str, str]]:
         for colour in COLOURS[name]
         for w in range(1, SQUARES + 1)
         for h in range(1, SQUARES + 1)
-        for question, label in (("w", f"{w}"), ("h", f"{h}"), ("a", f"{w * h}"))
+        for question, label in (("w", f"{w}"), ("h", f"{h}"))
     ]
 
 

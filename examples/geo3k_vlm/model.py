@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 SPECIAL = ["<pad>", "<eos>", "<unk>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>"]
-WORDS = [*"wha", *"0123456789"]
+WORDS = [*"wh", *"0123456789"]
 TEMPLATE = (
     "{% for message in messages %}{% for part in message['content'] %}"
     "{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"

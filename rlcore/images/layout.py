@@ -50,8 +50,8 @@ class SequenceImages:
     @property
     def digest(self) -> bytes:
         """SHA-256 of the pixels."""
-        whole = hashlib.sha256(np.ascontiguousarray(self.pixels.values))
-        whole.update(np.ascontiguousarray(self.pixels.grids))
+        whole = hashlib.sha256(self.pixels.values.tobytes())
+        whole.update(self.pixels.grids.tobytes())
         return whole.digest()
 
 

@@ -110,17 +110,17 @@ def test_geo3k_vlm_s_prompts_have_16_tokens_a_picture(tmp_path: Path) -> None:
         lambda: AutoTokenizer.from_pretrained(tmp_path),
         get_images=lambda: ImageProcessor(tmp_path),
     )
-    assert len(data) == 3 * 16 * 3
+    assert len(data) == 3 * 16 * 2
     [prompt] = data.tokenized([0], AutoTokenizer.from_pretrained(tmp_path))
     assert prompt.tokens == [3, *[5] * 16, 4, 6]
 
 
 @pytest.mark.parametrize(
     ("response", "expected"),
-    [("12", 1.0), ("7", 0.2), ("", 0.0), ("12w", 0.0), ("w", 0.0)],
+    [("3", 1.0), ("4", 0.4375), ("7", 0.25), ("37", 0.0), ("", 0.0), ("3w", 0.0), ("w", 0.0)],
 )
 def test_geo3k_vlm_s_reward_is_for_the_whole_number(response: str, expected: float) -> None:
-    sample = Sample(response=response, label="12")
+    sample = Sample(response=response, label="3")
     assert module("geo3k_vlm/reward").reward(None, sample) == expected
 
 

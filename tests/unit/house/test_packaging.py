@@ -16,6 +16,7 @@ EXTRAS = {
 }
 REQUIRED = [Requirement(text) for text in PROJECT["dependencies"]]
 BROUGHT_ALONG = {
+    "PIL": "pillow",
     "aiohttp": "s3fs",
     "PIL": "pillow",
     "botocore": "s3fs",
