@@ -340,7 +340,14 @@ def _functions(given: dict[str, Any], done: Translation) -> None:
     source = given.get("data-source-path", BUILT_IN_SOURCE)
     if source != BUILT_IN_SOURCE:
         _set(done, "rollout.data_source_path", source)
-    built_in = {BUILT_IN_ROLLOUT, SFT_ROLLOUT, FULLY_ASYNC, BUILT_IN_SOURCE, ICEPOP, *BUILT_IN_FILTERS}
+    built_in = {
+        BUILT_IN_ROLLOUT,
+        SFT_ROLLOUT,
+        FULLY_ASYNC,
+        BUILT_IN_SOURCE,
+        ICEPOP,
+        *BUILT_IN_FILTERS,
+    }
     if any(given[name] not in built_in for name in PLUGINS if name in given):
         _set(done, "compat.slime", True)
 

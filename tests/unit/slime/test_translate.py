@@ -332,5 +332,5 @@ def test_the_asynchronous_script_is_a_mode() -> None:
     path = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
     endless = config_of(f"train_async.py {SHORTEST} --rollout-function-path {path}")
     assert (endless.run.mode, endless.rollout.custom_rollout_function_path) == ("fully-async", None)
-    assert not endless.compat.slime and endless.weights.transport == "distributed"
+    assert endless.weights.transport == "distributed"
     assert "is for train_async.py" in refusals(f"{SHORTEST} --rollout-function-path {path}")
