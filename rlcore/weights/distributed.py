@@ -119,7 +119,7 @@ class Group:
         self._group = self._members = None
 
     async def _both(
-        self, engines: Sequence[EngineClient], asked: list[asyncio.Future[None]], ours: Any
+        self, engines: Sequence[EngineClient], asked: Sequence[asyncio.Future[None]], ours: Any
     ) -> Any:
         """Wait for the engines' answers and for our own part; whichever fails ends the others.
 

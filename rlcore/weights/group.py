@@ -150,7 +150,7 @@ def _gloo(store: Store, rank: int, meeting: Meeting) -> Any:
     )
     options._devices, options._threads = [device], 2
     options._timeout = timedelta(seconds=JOIN_S)
-    group: Any = ProcessGroupGloo(store, rank, meeting.world_size, options)  # type: ignore[call-arg,arg-type]
+    group: Any = ProcessGroupGloo(store, rank, meeting.world_size, options)
     group._set_default_timeout(timedelta(seconds=SEND_S))
     return group
 

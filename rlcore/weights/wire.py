@@ -35,5 +35,5 @@ def safetensors_parts(tensors: Mapping[str, Tensor]) -> list[memoryview]:
     text += b" " * (-len(text) % ALIGNMENT)
     parts = [memoryview(len(text).to_bytes(8, "little") + text)]
     for tensor in tensors.values():
-        parts.append(memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy()))
+        parts.append(tensor.detach().reshape(-1).view(torch.uint8).numpy().data)
     return parts

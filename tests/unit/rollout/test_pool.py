@@ -255,5 +255,7 @@ async def test_policies_may_change_while_requests_are_in_flight(
         assert result.weight_versions == named
     for version in ("0", "3-partial"):
         server.version = version
+        pool = pools([server], retries=0)
+        pool.version, pool.oldest = "2", 1
         with pytest.raises(EngineError, match=f"policy version '{version}', not '2'"):
             await pool.generate(requests(1))
