@@ -1,0 +1,1 @@
+"""Models of megatron-core, from the same Hugging Face folders as FSDP2's."""

@@ -1,0 +1,56 @@
+"""megatron-core on a machine without CUDA.
+
+It asks for CUDA where nothing needs it: `torch.cuda.current_device()` as the place of new tensors,
+and the literal device "cuda". Within `without_cuda` both mean the CPU. Where CUDA is, it does
+nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+CPU = torch.device("cpu")
+
+
+class _OnCpu(TorchFunctionMode):
+    """Calls of torch that name a CUDA device are made with the CPU."""
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func is torch.Tensor.cuda:
+            return args[0]
+        args = tuple(CPU if _is_cuda(arg) else arg for arg in args)
+        named = {key: CPU if _is_cuda(value) else value for key, value in (kwargs or {}).items()}
+        return func(*args, **named)
+
+
+def _is_cuda(value: Any) -> bool:
+    if isinstance(value, torch.device):
+        return value.type == "cuda"
+    return isinstance(value, str) and value.partition(":")[0] == "cuda"
+
+
+@contextmanager
+def without_cuda() -> Iterator[None]:
+    """Let megatron-core build and run models on the CPU."""
+    if torch.cuda.is_available():
+        yield
+        return
+    current, synchronize = torch.cuda.current_device, torch.cuda.synchronize
+    torch.cuda.current_device = lambda: CPU  # type: ignore[assignment, return-value]
+    torch.cuda.synchronize = lambda *_: None  # type: ignore[assignment]
+    try:
+        with _OnCpu():
+            yield
+    finally:
+        torch.cuda.current_device, torch.cuda.synchronize = current, synchronize

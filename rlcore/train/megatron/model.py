@@ -1,0 +1,258 @@
+"""megatron-core's GPT model of an architecture, on this rank of any layout.
+
+Transformer Engine is used where it is installed and CUDA is there; else megatron-core's own layers
+with torch's attention. Either way checkpoints have the same names.
+
+Invariant: nothing is random and nothing is dropped out: the policy that is trained is the one that
+sampled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import (
+    MLATransformerConfig,
+    TransformerConfig,
+)
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor
+
+from rlcore.errors import ConfigError
+from rlcore.models.architecture import Architecture
+from rlcore.train.megatron.attention import TorchAttention
+from rlcore.train.trainer import DType
+from rlcore.weights.megatron import FAMILIES, LOCAL_NAMES
+
+LLAMA3_SCALING = (1.0, 4.0, 8192)
+"""The only low and high frequency factors and original length that megatron-core computes."""
+
+HAS_ENGINE = find_spec("transformer_engine") is not None
+if not HAS_ENGINE:
+    # 0.16 takes these for its own where Transformer Engine is missing.
+    multi_latent_attention.HAVE_TE = False
+    vars(moe_utils).setdefault("te_general_gemm", None)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How a model lies on ranks."""
+
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    expert_parallel: int = 1
+    sequence_parallel: bool = False
+
+    def padded(self, vocab_size: int) -> int:
+        """The rows of embedding and output layer: as many on every tensor-parallel rank."""
+        return -(-vocab_size // self.tensor_parallel) * self.tensor_parallel
+
+
+def build_model(
+    arch: Architecture,
+    layout: Layout,
+    dtype: DType = "float32",
+    more: Mapping[str, Any] | None = None,
+) -> GPTModel:
+    """This rank's part of a model, with weights yet to be loaded.
+
+    Args:
+        arch: its architecture.
+        layout: the one that `megatron.core.parallel_state` was set up with.
+        dtype: of parameters and arithmetic.
+        more: further fields of megatron-core's `TransformerConfig`.
+
+    Raises:
+        ConfigError: megatron-core has no such model, or not in this layout.
+    """
+    fused = torch.cuda.is_available() and HAS_ENGINE
+    config = transformer_config(arch, layout, dtype, more or {})
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=fused, normalization="RMSNorm")
+    if not fused:
+        _without_engine(spec, arch)
+    if arch.model_type == "glm4":
+        _sandwich(spec)
+    scaling = arch.rope_scaling if not arch.is_latent else None
+    model = GPTModel(
+        config,
+        spec,
+        vocab_size=layout.padded(arch.vocab_size),
+        # Rotary positions have no table that this would size.
+        max_sequence_length=0,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        parallel_output=True,
+        share_embeddings_and_output_weights=arch.tie_word_embeddings,
+        position_embedding_type="rope",
+        rotary_percent=arch.partial_rotary_factor,
+        rotary_base=arch.rope_theta,
+        rope_scaling=scaling is not None,
+        rope_scaling_factor=scaling.factor if scaling else 1.0,
+    )
+    return model.to(getattr(torch, dtype))
+
+
+def transformer_config(
+    arch: Architecture, layout: Layout, dtype: DType, more: Mapping[str, Any]
+) -> TransformerConfig:
+    """megatron-core's configuration of an architecture."""
+    _check(arch)
+    values: dict[str, Any] = {
+        "num_layers": arch.num_hidden_layers,
+        "hidden_size": arch.hidden_size,
+        "ffn_hidden_size": arch.intermediate_size or arch.moe_intermediate_size,
+        "num_attention_heads": arch.num_attention_heads,
+        "num_query_groups": arch.num_key_value_heads,
+        "layernorm_epsilon": arch.rms_norm_eps,
+        "qk_layernorm": arch.use_qk_norm,
+        "add_qkv_bias": arch.attention_bias,
+        "rotary_interleaved": arch.model_type == "glm4",
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "add_bias_linear": False,
+        "normalization": "RMSNorm",
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "persist_layer_norm": False,
+        "tensor_model_parallel_size": layout.tensor_parallel,
+        "pipeline_model_parallel_size": layout.pipeline_parallel,
+        "expert_model_parallel_size": layout.expert_parallel,
+        "sequence_parallel": layout.sequence_parallel,
+        "params_dtype": getattr(torch, dtype),
+        "pipeline_dtype": getattr(torch, dtype),
+        "bf16": dtype == "bfloat16",
+        "use_cpu_initialization": not torch.cuda.is_available(),
+        "perform_initialization": False,
+    }
+    kind = MLATransformerConfig if arch.is_latent else TransformerConfig
+    values |= _latent(arch) if arch.is_latent else {"kv_channels": arch.head_dim}
+    if arch.num_experts:
+        values |= _experts(arch)
+    return kind(**(values | dict(more)))
+
+
+def _check(arch: Architecture) -> None:
+    if arch.model_type not in FAMILIES:
+        raise ConfigError(
+            f"megatron-core computes no {arch.model_type!r} models; use train.backend = 'fsdp'"
+        )
+    scaling = arch.rope_scaling
+    if scaling is None:
+        return
+    stretch = (
+        scaling.low_freq_factor,
+        scaling.high_freq_factor,
+        scaling.original_max_position_embeddings,
+    )
+    if (scaling.rope_type == "yarn") != arch.is_latent or (
+        scaling.rope_type == "llama3" and stretch != LLAMA3_SCALING
+    ):
+        raise ConfigError(
+            f"megatron-core computes no {scaling.rope_type!r} scaling of rotary positions like "
+            "this model's; use train.backend = 'fsdp'"
+        )
+
+
+def _latent(arch: Architecture) -> dict[str, Any]:
+    values: dict[str, Any] = {
+        "multi_latent_attention": True,
+        "q_lora_rank": arch.q_lora_rank or None,
+        "kv_lora_rank": arch.kv_lora_rank,
+        "qk_head_dim": arch.qk_nope_head_dim,
+        "qk_pos_emb_head_dim": arch.qk_rope_head_dim,
+        "v_head_dim": arch.v_head_dim,
+        "rotary_base": arch.rope_theta,
+        "rope_type": "yarn" if arch.rope_scaling else "rope",
+        "rotary_scaling_factor": 1.0,
+        "apply_rope_fusion": False,
+    }
+    if scaling := arch.rope_scaling:
+        values |= {
+            "rotary_scaling_factor": scaling.factor,
+            "original_max_position_embeddings": scaling.original_max_position_embeddings,
+            "beta_fast": scaling.beta_fast,
+            "beta_slow": scaling.beta_slow,
+            "mscale": scaling.mscale,
+            "mscale_all_dim": scaling.mscale_all_dim,
+        }
+    return values
+
+
+def _experts(arch: Architecture) -> dict[str, Any]:
+    """Routing as transformers computes it: softmax over the chosen, or sigmoids that sum to 1."""
+    if arch.scoring_func == "sigmoid" and not arch.norm_topk_prob:
+        raise ConfigError("megatron-core always divides sigmoid scores of experts by their sum")
+    grouped = arch.n_group > 1
+    on_gpu = torch.cuda.is_available()
+    return {
+        "num_moe_experts": arch.num_experts,
+        "moe_router_topk": arch.num_experts_per_tok,
+        "moe_ffn_hidden_size": arch.moe_intermediate_size,
+        "moe_shared_expert_intermediate_size": arch.shared_expert_intermediate_size or None,
+        "moe_layer_freq": [int(arch.is_sparse(k)) for k in range(arch.num_hidden_layers)],
+        "moe_router_score_function": arch.scoring_func,
+        "moe_router_pre_softmax": arch.scoring_func == "softmax" and not arch.norm_topk_prob,
+        "moe_router_enable_expert_bias": arch.use_routing_bias,
+        "moe_router_bias_update_rate": 0.0,
+        "moe_router_num_groups": arch.n_group if grouped else None,
+        "moe_router_group_topk": arch.topk_group if grouped else None,
+        "moe_router_topk_scaling_factor": arch.routed_scaling_factor,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+        # The other dispatcher copies in a CUDA stream of its own.
+        "moe_token_dispatcher_type": "alltoall" if on_gpu else "allgather",
+    }
+
+
+def _without_engine(spec: TransformerBlockSubmodules, arch: Architecture) -> None:
+    """Torch's attention, and the names that checkpoints of Transformer Engine have."""
+    for layer in {id(one): one for one in spec.layer_specs}.values():
+        parts = layer.submodules
+        parts.self_attention.submodules.core_attention = ModuleSpec(module=TorchAttention)
+        sparse = parts.mlp.submodules is not None and hasattr(parts.mlp.submodules, "experts")
+        parts.sharded_state_dict_keys_map = {
+            own.removesuffix("weight"): stored.removesuffix("weight")
+            for stored, own in LOCAL_NAMES.items()
+            if not (sparse and own.startswith("pre_mlp"))
+            and not (arch.is_latent and own.startswith("input"))
+            and (arch.is_latent or "_up_proj" not in stored)
+        }
+
+
+def _sandwich(spec: TransformerBlockSubmodules) -> None:
+    for layer in {id(one): one for one in spec.layer_specs}.values():
+        layer.module = SandwichLayer
+
+
+class SandwichLayer(TransformerLayer):
+    """A layer of GLM-4: attention and feed-forward are normalised before and behind."""
+
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        size, eps = config.hidden_size, config.layernorm_epsilon
+        self.post_self_attn_layernorm = WrappedTorchNorm(config, size, eps)
+        self.post_mlp_layernorm = WrappedTorchNorm(config, size, eps)
+        self.self_attn_bda = self._normed(self.post_self_attn_layernorm)
+        self.mlp_bda = self._normed(self.post_mlp_layernorm)
+
+    @staticmethod
+    def _normed(norm: torch.nn.Module) -> Any:
+        """What takes the place of adding bias and residual."""
+
+        def add(out: tuple[Tensor, Tensor | None], residual: Tensor, _: float) -> Tensor:
+            x, bias = out
+            return residual + norm(x if bias is None else x + bias)
+
+        return lambda training, fused: add
