@@ -18,7 +18,6 @@ REQUIRED = [Requirement(text) for text in PROJECT["dependencies"]]
 BROUGHT_ALONG = {
     "PIL": "pillow",
     "aiohttp": "s3fs",
-    "PIL": "pillow",
     "botocore": "s3fs",
     "megatron": "megatron-core",
     "mlflow": "mlflow-skinny",
