@@ -184,6 +184,7 @@ def test_the_reward_for_search(response: str, expected: float) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1300)
 @pytest.mark.parametrize("name", LEARNED)
 def test_it_learns(name: str, tmp_path: Path) -> None:
     """The run of the README, to its end."""
