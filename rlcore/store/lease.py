@@ -15,6 +15,7 @@ Invariants:
 """
 
 import asyncio
+import contextlib
 import hashlib
 import logging
 import os
@@ -228,6 +229,8 @@ class _Claim:
             record, tag = _read(self.objects, key)
         except Corrupt as error:
             record, tag = None, self._put_aside(error)
+            if tag is None:
+                return None
         if record and not self.steal and not _is_free(record, self.holder):
             self._watch(record, tag)
             if time.monotonic() < self._since + _term(record):
@@ -266,11 +269,16 @@ class _Claim:
             raise Fenced(held_by(self.run_id, record))
 
     def _put_aside(self, error: Corrupt) -> str | None:
-        """Keep a copy of a torn record for whoever wonders; the tag to replace it by."""
+        """Keep a copy of a torn record for whoever wonders; the tag to replace it by. None: another
+        has repaired it meanwhile.
+        """
         key = lease_key(self.run_id)
         try:
             data, tag = self.objects.read_with_tag(key)
         except NotFound:
+            return None
+        with contextlib.suppress(Corrupt):
+            _parse(data, self.objects.url(key))
             return None
         stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%S%fZ")
         aside = bad_lease_key(self.run_id, stamp)
@@ -418,11 +426,15 @@ def _read(objects: Objects, key: str) -> tuple[dict[str, Any] | None, str | None
         data, tag = objects.read_with_tag(key)
     except NotFound:
         return None, None
-    record = parse_record(data, objects.url(key))
+    return _parse(data, objects.url(key)), tag
+
+
+def _parse(data: bytes, where: str) -> dict[str, Any]:
+    record = parse_record(data, where)
     kinds = {"epoch": int, "holder": str, "expires": int | float}
     if wrong := [name for name, kind in kinds.items() if not isinstance(record.get(name), kind)]:
-        raise Corrupt(f"{objects.url(key)} is no lease: it lacks {sorted(wrong)}")
-    return record, tag
+        raise Corrupt(f"{where} is no lease: it lacks {sorted(wrong)}")
+    return record
 
 
 def _clock(seconds: float) -> str:

@@ -165,6 +165,23 @@ def put_lease(objects: Objects, expires: float, ttl_s: float, epoch: int = 4) ->
     objects.put(lease_key("r"), canonical_json(record))
 
 
+def test_a_lease_that_another_repairs_meanwhile_is_left_to_it(
+    disk: Objects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk.put(lease_key("r"), b"torn")
+    read, repairs = disk.read_with_tag, iter([True])
+
+    def read_while_another_repairs(key: str) -> tuple[bytes, str]:
+        found = read(key)
+        if next(repairs, False):
+            put_lease(disk, time.time() + 60, ttl_s=60.0)
+        return found
+
+    monkeypatch.setattr(disk, "read_with_tag", read_while_another_repairs)
+    with pytest.raises(Fenced, match="elsewhere:7:7"):
+        Lease.acquire(disk, "r", "b:1:1")
+
+
 @pytest.mark.parametrize("skew_s", [-400.0, 5000.0])
 def test_a_live_holder_whose_clock_is_wrong_is_not_displaced(disk: Objects, skew_s: float) -> None:
     put_lease(disk, time.time() + skew_s, ttl_s=1.0)
