@@ -31,7 +31,8 @@ class ModelShape:
 
     @classmethod
     def of(cls, config: Any) -> Self:
-        """The sizes that a Hugging Face config names."""
+        """The sizes that a Hugging Face config names: of its decoder, where it has other parts."""
+        config = getattr(config, "text_config", config)
         heads: int = config.num_attention_heads
         return cls(
             hidden_size=config.hidden_size,

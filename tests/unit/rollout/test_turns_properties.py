@@ -36,7 +36,9 @@ class Args:
     next: GenerateResult | None = None
     asked: list[tuple[list[int], dict[str, Any]]] = field(default_factory=list)
 
-    async def generate(self, ids: list[int], params: dict[str, Any]) -> GenerateResult:
+    async def generate(
+        self, ids: list[int], params: dict[str, Any], images: Any = None
+    ) -> GenerateResult:
         assert self.next is not None
         self.asked.append((list(ids), params))
         room = params["max_new_tokens"]

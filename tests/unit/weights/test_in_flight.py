@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlcore.rollout.client import EngineClient
+from rlcore.rollout.client import EngineClient, GenerateRequest
 from rlcore.rollout.generate import apply_result
 from rlcore.sample import Sample, Status
 from rlcore.weights.sync import SyncSpec, WeightSync
@@ -104,7 +104,7 @@ def test_tokens_and_their_log_probs_are_of_the_policy_that_chose_them(
     assert got == pytest.approx(reference, abs=1e-4)
 
     sample = Sample(prompt="x", tokens=list(PROMPT))
-    apply_result(sample, EngineClient(engine_url)._result(answer))
+    apply_result(sample, EngineClient(engine_url)._result(answer, GenerateRequest(list(PROMPT), {})))
     assert sample.weight_versions == [first, second]
     assert (sample.status, sample.response_length) == (Status.TRUNCATED, TOKENS)
     assert sample.rollout_log_probs == got
