@@ -108,5 +108,5 @@ def _placeless(tree: Mapping[str, Any]) -> dict[str, Any]:
         node: Any = copy
         for step in way:
             node = node[int(step) if isinstance(node, list) else step]
-        node[last] = path.value.rpartition("/")[2]
+        node[int(last) if isinstance(node, list) else last] = path.value.rpartition("/")[2]
     return copy

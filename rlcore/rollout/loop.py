@@ -119,13 +119,7 @@ async def rollout(
     if dynamic is not None:
         await hooks.look(found, supply)
 
-    made = [
-        max(0, now - before)
-        for group in in_order([*found.taken, *found.rest, *found.dropped])
-        for now, before in zip(
-            response_lengths(group.samples), supply.before[group.place], strict=True
-        )
-    ]
+    made = _generated(in_order([*found.taken, *found.rest, *found.dropped]), supply)
     found.taken, found.dropped = in_order(found.taken), in_order(found.dropped)
     samples = number(found.taken)
     metrics = rollout_metrics(samples, seconds, num_gpus, made)
@@ -157,6 +151,12 @@ def _dropped(found: Collected, supply: Supply) -> list[Dropped]:
     ]
     dropped += [Dropped(group, [], "buffer_filter") for group in supply.gone]
     return sorted(dropped, key=lambda one: one.group.place)
+
+
+def _generated(groups: list[Group], supply: Supply) -> list[int]:
+    """The tokens that each execution of some groups got in this rollout."""
+    pairs = ((response_lengths(group.samples), supply.before[group.place]) for group in groups)
+    return [max(0, a - b) for now, before in pairs for a, b in zip(now, before, strict=True)]
 
 
 async def _generate(

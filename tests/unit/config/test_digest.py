@@ -120,3 +120,9 @@ def test_of_a_path_its_last_name_counts() -> None:
     scored = "reward.custom_rm_path=/{}/mine.py:{}"
     assert digest([scored.format("a", "f")]) == digest([scored.format("b", "f")])
     assert digest([scored.format("a", "f")]) != digest([scored.format("a", "g")])
+
+
+def test_of_each_path_in_a_list_its_last_name_counts() -> None:
+    here = digest(['rollout.sample_hook_paths=["/a/hooks.py:one", "package.hooks:two"]'])
+    assert here == digest(['rollout.sample_hook_paths=["/b/hooks.py:one", "package.hooks:two"]'])
+    assert here != digest(['rollout.sample_hook_paths=["package.hooks:two", "/a/hooks.py:one"]'])
