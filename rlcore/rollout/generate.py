@@ -150,6 +150,7 @@ class Generator:
             EngineError: an engine call failed on every attempt, or used another policy.
             PluginError: the custom function failed.
         """
+        slime.serve(self.pool, self._tokenizer)
         if not self.pool.goes_on:
             self.pool.version = version
         for sample in samples:
