@@ -65,12 +65,7 @@ async def asynchronous(run: Run, run_id: str, i: int) -> Stages:
     stages: Stages = {"rollout": batch, "reward": scores, "filter": chosen, "train": state}
     if run.sync_due(i):
         await run.generated_ahead()
-        stages["weight_sync"] = await weight_sync(run_id, i, train=state)
-    if run.eval_due(i):
-        stages["evaluate"] = await evaluate(run_id, i, policy=stages["weight_sync"])
-    if run.checkpoint_due(i):
-        stages["checkpoint"] = await checkpoint(run_id, i, train=state)
-    return stages
+    return await when_due(run, run_id, i, stages)
 
 
 async def fully_asynchronous(run: Run, run_id: str, i: int) -> Stages:
@@ -81,6 +76,12 @@ async def fully_asynchronous(run: Run, run_id: str, i: int) -> Stages:
     state = await train(run_id, i, rollout=batch, reward=scores, filter=chosen)
 
     stages: Stages = {"rollout": batch, "reward": scores, "filter": chosen, "train": state}
+    return await when_due(run, run_id, i, stages)
+
+
+async def when_due(run: Run, run_id: str, i: int, stages: Stages) -> Stages:
+    """Sync, evaluate and checkpoint after a training step, each when it is due."""
+    state = stages["train"]
     if run.sync_due(i):
         stages["weight_sync"] = await weight_sync(run_id, i, train=state)
     if run.eval_due(i):

@@ -166,6 +166,9 @@ class Producer:
         metrics = rollout_metrics(
             samples, seconds, self._num_gpus, [sample.response_length for sample in samples]
         )
+        if self._config.custom_generate_function_path is None:
+            # Several policies of one request are no turns.
+            metrics = {k: v for k, v in metrics.items() if not k.startswith("multi_turn/")}
         metrics |= staleness_metrics(samples, request.iteration, self._most)
         metrics |= {
             "rollout/epoch": cursor["epoch"] + cursor["offset"] / cursor["size"],

@@ -109,9 +109,7 @@ def sglang_bucket() -> Callable[..., Any]:
         SyncError: SGLang is not installed where the trainer runs.
     """
     try:
-        from sglang.srt.weight_sync.tensor_bucket import (
-            FlattenedTensorBucket,
-        )
+        from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 
         _name_gpus()
     except ImportError as error:
@@ -126,11 +124,7 @@ def sglang_bucket() -> Callable[..., Any]:
 def _name_gpus() -> None:
     """Have handles name their GPU by what it is: each process counts those that it sees."""
     try:
-        from sglang.srt.utils.patch_torch import (
-            monkey_patch_torch_reductions,
-        )
+        from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
     except ImportError:
-        from sglang.srt.patch_torch import (
-            monkey_patch_torch_reductions,
-        )
+        from sglang.srt.patch_torch import monkey_patch_torch_reductions
     monkey_patch_torch_reductions()

@@ -110,7 +110,7 @@ async def post(
     Raises:
         PluginError: the server gives no answer, or a request asks for what is not passed on.
     """
-    serving = state._serving
+    serving = state.found()
     if serving is not None and any(url == f"{one}/generate" for one in serving.pool.urls):
         return await _through_pool(serving, payload)
     import httpx
@@ -150,7 +150,8 @@ def _reply(result: GenerateResult, prompt_length: int) -> dict[str, Any]:
         "meta_info": {
             "output_token_logprobs": [[log_prob, token, None] for log_prob, token in pairs],
             "finish_reason": result.detail or {"type": result.finish_reason},
-            "weight_version": result.weight_version,
+            # There is room for one: a sample is as old as its oldest token.
+            "weight_version": result.weight_versions[0],
             "prompt_tokens": prompt_length,
             "completion_tokens": len(result.tokens),
             "cached_tokens": result.cached_tokens,

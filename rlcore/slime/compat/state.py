@@ -6,6 +6,7 @@ Invariant: importing this costs nothing; all else is imported once it is switche
 import asyncio
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,10 @@ class Serving:
 
 _args: dict[str, Any] | None = None
 _serving: Serving | None = None
+_own: ContextVar[Serving | None] = ContextVar("serving", default=None)
+"""The same of the task that runs: an evaluation and what is generated beside it have pools of their
+own.
+"""
 
 
 def activate(args: Mapping[str, Any] | None) -> None:
@@ -99,6 +104,12 @@ def serve(pool: "EnginePool", tokenizer: Any) -> None:
     except RuntimeError:
         loop = None
     _serving = Serving(pool, tokenizer, loop)
+    _own.set(_serving)
+
+
+def found() -> Serving | None:
+    """What this task is served with, or else the process; None: nothing is."""
+    return None if _serving is None else _own.get() or _serving
 
 
 def serving() -> Serving:
@@ -107,9 +118,10 @@ def serving() -> Serving:
     Raises:
         PluginError: this process has no engines.
     """
-    if _serving is None:
+    here = found()
+    if here is None:
         raise PluginError(
             "a plugin asks for engines where there are none: generate and rollout functions have "
             "them, rewards and filters do not"
         )
-    return _serving
+    return here

@@ -170,6 +170,8 @@ async def test_a_slow_group_is_waited_for_by_no_rollout(plan: RolloutPlan, serve
     [held] = [g for g in runs.left() if g.samples[0].prompt == prompt(1)]
     assert all(s.status == Status.PENDING and not s.response_length for s in held.samples)
     runs.check()
+    assert prompt(1) not in await runs.take()
+    assert asked(server).count(prompt(1)) == 1, "it is still the first request"
     slow.go.set()
     assert (await runs.rest()).count(prompt(1)) == 1
     runs.check()

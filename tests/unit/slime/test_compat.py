@@ -1,5 +1,6 @@
 """Plugins written for slime run as they are, where `compat.slime` says so, and nowhere else."""
 
+import asyncio
 import importlib
 import shutil
 import sys
@@ -158,3 +159,13 @@ def test_check_plugin_knows_slime_only_where_it_is_told(tmp_path: Path) -> None:
     with pytest.raises(PluginError, match=r"compat\.slime = true"):
         check(spec, None, **options)
     assert check(spec, None, slime=True, **options) == 0
+
+
+async def test_each_task_is_served_with_a_pool_of_its_own() -> None:
+    async def one(pool: Any) -> Any:
+        state.serve(pool, None)
+        await asyncio.sleep(0)
+        return state.serving().pool
+
+    with state.active({}):
+        assert await asyncio.gather(one("evaluation"), one("rollout")) == ["evaluation", "rollout"]
