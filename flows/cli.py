@@ -270,6 +270,21 @@ def convert(
     )
 
 
+@app.command
+def plan(
+    config: Annotated[Path, Parameter(help="TOML file of a run.")],
+    *,
+    gpu: Annotated[str, Parameter(help="a100, h100, h200 or b200.")] = "h200",
+    set: Sets = (),
+    json: Json = False,
+) -> int:
+    """Count memory, traffic and time of a run's training, before anything starts."""
+    from flows.commands.plan import plan as count
+    from rlcore.config import load_config
+
+    return count(load_config(config, set), gpu, as_json=json)
+
+
 @app.command(name="log")
 def show_log(
     run: Annotated[str | None, Parameter(help="A run, with its iterations.")] = None,
