@@ -7,7 +7,7 @@ Imports are inside the commands, so that `sluice --help` answers at once.
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from cyclopts import App, CycloptsError, Parameter, validators
 
@@ -224,6 +224,65 @@ def evaluate(
     from flows.commands.evaluate import evaluate as measure
 
     measure(root_of(root), run, iter, eval_prompt_data, as_json=json)
+
+
+@app.command
+def convert(
+    source: Annotated[
+        str,
+        Parameter(help="Hugging Face folder, Megatron checkpoint (torch_dist), or name of a run."),
+    ],
+    target: Annotated[Path, Parameter(help="Folder to write, which must not exist.")],
+    *,
+    model: Annotated[
+        Path | None,
+        Parameter(help="Hugging Face folder with a Megatron checkpoint's config and tokenizer."),
+    ] = None,
+    iter: Annotated[
+        int | None,
+        Parameter(help="The run's iteration whose state it is. Default: the newest that is kept."),
+    ] = None,
+    dtype: Annotated[
+        Literal["float32", "bfloat16"] | None,
+        Parameter(help="Of weights in a Hugging Face folder. Default: as they are stored."),
+    ] = None,
+    padded_vocab_size: Annotated[
+        int | None,
+        Parameter(help="Rows of a Megatron checkpoint's embedding. Default: one a token."),
+    ] = None,
+    root: Root = None,
+    json: Json = False,
+) -> None:
+    """Convert weights: Hugging Face to Megatron, Megatron to Hugging Face, a run's state to Hugging
+    Face.
+    """
+    from flows.commands.convert import convert as write
+
+    write(
+        source,
+        target,
+        model=model,
+        iteration=iter,
+        dtype=dtype,
+        padded_vocab_size=padded_vocab_size,
+        root=root_of(root),
+        as_json=json,
+    )
+
+
+@app.command
+def plan(
+    config: Annotated[Path, Parameter(help="TOML file of a run.")],
+    *,
+    gpu: Annotated[str, Parameter(help="a100, h100, h200 or b200.")] = "h200",
+    set: Sets = (),
+    json: Json = False,
+) -> int:
+    """Count memory, traffic and time of a run's training, before anything starts."""
+    from flows.commands.plan import plan as count
+    from rlcore.config import load_config
+
+    return count(load_config(config, set), gpu, as_json=json)
 
 
 @app.command(name="log")

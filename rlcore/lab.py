@@ -123,7 +123,7 @@ def run_lab(
     from rlcore.train.fsdp.trainer import FsdpTrainer
     from rlcore.train.trainer import BatchFiles, Lora
 
-    at, state = _policy(store, iteration, policy)
+    at, state = find_state(store, iteration, policy)
     files = BatchFiles(
         iteration, *(_stage(store, iteration, s).files for s in ("rollout", "reward", "filter"))
     )
@@ -144,7 +144,7 @@ def run_lab(
         folder = model_path(store.objects, store.origin, config.model, scratch)
         trainer.load(folder, "start")
         if state is not None:
-            trainer.load_state(_state_folder(store, at, state, scratch), "policy")
+            trainer.load_state(state_folder(store, at, state, scratch), "policy")
         rollout = read_rollout(store.objects, files.rollout, images=trainer.images is not None)
         metrics: dict[str, dict[str, float]] = {}
         gradients: dict[str, list[Tensor]] = {}
@@ -178,7 +178,7 @@ def run_lab(
     return Lab(store.run_id, iteration, at, batch.samples, batch.tokens, rows)
 
 
-def _policy(
+def find_state(
     store: RunStore, iteration: int, asked: int | None
 ) -> tuple[int, dict[str, Any] | None]:
     """The iteration that the policy follows, and its state; none for the starting model."""
@@ -208,7 +208,7 @@ def _stage(store: RunStore, i: int, name: str) -> Manifest:
     return store.manifest(StageRef.model_validate(record["stages"][name]))
 
 
-def _state_folder(store: RunStore, i: int, state: dict[str, Any], scratch: Path) -> Path:
+def state_folder(store: RunStore, i: int, state: dict[str, Any], scratch: Path) -> Path:
     """The trainer's state as a local folder, its files as they were saved."""
     files = [FileRef.model_validate(file) for file in state["files"]]
     for file in files:

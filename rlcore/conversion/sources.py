@@ -31,10 +31,13 @@ _NO_WEIGHTS = re.compile(r"\.rotary_emb\.inv_freq$|^mtp\.|^model\.mtp\.")
 class Tensors(Protocol):
     """Stored tensors."""
 
-    where: str
-    """For errors."""
-    shapes: Mapping[str, tuple[int, ...]]
-    """Of all tensors, by the names they are stored under."""
+    @property
+    def where(self) -> str:
+        """For errors."""
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Of all tensors, by the names they are stored under."""
 
     def dtype(self, name: str) -> str:
         """The type of its numbers, as safetensors writes it."""

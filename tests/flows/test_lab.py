@@ -53,3 +53,15 @@ def test_what_is_not_there_is_said(sluice: Sluice) -> None:
     assert "has no committed iteration 9; 0 to 1 are committed" in said
     said = sluice("lab", "a", "--iter", "1", "--policy", "9", code=2)
     assert "keeps no trainer state after iteration 9" in said
+
+
+def test_a_kept_state_becomes_the_folder_of_its_checkpoint(sluice: Sluice, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    done = sluice.json("convert", "a", str(tmp_path / "out"), "--iter", "1")
+    (checkpoint,) = Path(sluice.root).glob("runs/a/it/*1/checkpoint/**/model.safetensors")
+    expected, found = load_file(checkpoint), load_file(tmp_path / "out" / "model.safetensors")
+    assert done["tensors"] == len(expected) == len(found)
+    assert all((found[name] == tensor).all() for name, tensor in expected.items())
+    said = sluice("convert", "a", str(tmp_path / "more"), "--iter", "7", code=2)
+    assert "keeps no trainer state after 7" in said

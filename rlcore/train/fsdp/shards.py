@@ -106,8 +106,7 @@ class _PlanUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         """The class, if it is one of a plan's."""
-        dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if not dtype and (module, name) not in _OF_A_PLAN:
+        if not is_of_a_plan(module, name):
             raise pickle.UnpicklingError(f"{METADATA} names {module}.{name}, which no plan holds")
         return super().find_class(module, name)
 
@@ -125,6 +124,12 @@ _OF_A_PLAN = frozenset(
         "_MEM_FORMAT_ENCODING",
     )
 ) | {("torch", "Size"), ("torch.serialization", "_get_layout")}
+
+
+def is_of_a_plan(module: str, name: str) -> bool:
+    """Whether a class is one of those that DCP's metadata is made of."""
+    dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+    return dtype or (module, name) in _OF_A_PLAN
 
 
 class ShardReader(StorageReader):

@@ -48,7 +48,7 @@ def without_cuda() -> Iterator[None]:
         return
     current, synchronize = torch.cuda.current_device, torch.cuda.synchronize
     torch.cuda.current_device = lambda: CPU  # type: ignore[assignment, return-value]
-    torch.cuda.synchronize = lambda *_: None  # type: ignore[assignment]
+    torch.cuda.synchronize = lambda *_: None
     try:
         with _OnCpu():
             yield

@@ -120,7 +120,9 @@ def test_tokens_and_their_log_probs_are_of_the_policy_that_chose_them(
     assert got == pytest.approx(reference, abs=1e-4)
 
     sample = Sample(prompt="x", tokens=list(PROMPT))
-    apply_result(sample, EngineClient(engine_url)._result(answer, GenerateRequest(list(PROMPT), {})))
+    apply_result(
+        sample, EngineClient(engine_url)._result(answer, GenerateRequest(list(PROMPT), {}))
+    )
     assert sample.weight_versions == [first, second]
     assert (sample.status, sample.response_length) == (Status.TRUNCATED, TOKENS)
     assert sample.rollout_log_probs == got

@@ -1,0 +1,127 @@
+"""What `sluice plan` prints: memory, traffic and time of training, before anything starts."""
+
+import dataclasses
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from flows.commands.inspect import out, print_json, table_of
+from flows.exit_codes import DONE, FAILED
+from rlcore.config import RunConfig
+from rlcore.errors import ConfigError
+from rlcore.models.architecture import Architecture
+from rlcore.models.hf_config import read_hf_config
+from rlcore.models.plan import GPUS, Gpu, Plan, Work
+from rlcore.models.plan import plan as count
+from rlcore.models.presets import read_preset
+
+ENGINE_SHARE = 0.85
+"""Of a GPU's memory, that SGLang takes where sglang.mem_fraction_static does not say."""
+MOST_RANKS = 4096
+GB = 1e9
+
+
+def plan(config: RunConfig, gpu: str, *, as_json: bool) -> int:
+    """Count and print.
+
+    Args:
+        config: a run's.
+        gpu: a name of `GPUS`.
+        as_json: all figures as JSON.
+
+    Returns:
+        The exit code: 1 where the memory does not suffice.
+
+    Raises:
+        ConfigError: the architecture is not known here, or the kind of GPU.
+    """
+    if gpu not in GPUS:
+        raise ConfigError(f"--gpu {gpu}: there are {', '.join(GPUS)}")
+    arch, work = architecture_of(config), work_of(config)
+    found = count(arch, work, GPUS[gpu])
+    enough = found.fits or enough_ranks(arch, work, GPUS[gpu])
+    if as_json:
+        print_json(
+            {
+                **dataclasses.asdict(found),
+                "work": dataclasses.asdict(work),
+                "gpu": gpu,
+                "fits": found.fits,
+                "seconds": found.seconds,
+                "enough_ranks": work.ranks if found.fits else enough,
+            }
+        )
+    else:
+        _show(found, work, gpu, None if found.fits else enough)
+    return DONE if found.fits else FAILED
+
+
+def architecture_of(config: RunConfig) -> Architecture:
+    """Of the model's folder, or of the preset where there is none here."""
+    model = config.model
+    if model.path and (Path(model.path) / "config.json").is_file():
+        return read_hf_config(Path(model.path))
+    if model.preset:
+        return read_preset(model.preset).architecture
+    raise ConfigError(
+        f"the model of {model.path or model.build} is not here to be read: name its architecture "
+        "by model.preset"
+    )
+
+
+def work_of(config: RunConfig) -> Work:
+    """What the trainer of a run does, with every sequence as long as it may be."""
+    rollout, train, algorithm = config.rollout, config.train, config.algorithm
+    longest = rollout.max_response_len + (config.data.max_prompt_len or 0)
+    longest = rollout.context_length or longest
+    shares = config.cluster.colocate and rollout.engine == "sglang"
+    share = float(config.sglang.get("mem_fraction_static", ENGINE_SHARE)) if shares else 0.0
+    return Work(
+        ranks=config.world_size,
+        ranks_per_node=config.cluster.actor_num_gpus_per_node,
+        # A sequence that is longer has a micro-batch of its own.
+        tokens_per_micro_batch=max(train.max_tokens_per_gpu, longest),
+        tokens_per_step=train.global_batch_size * longest,
+        steps=train.num_steps_per_rollout,
+        sequence=longest,
+        bytes_of_numbers=2 if train.precision == "bfloat16" else 4,
+        recomputes=train.gradient_checkpointing,
+        frozen=int(algorithm.needs_reference) + bool(algorithm.opd_teacher_load),
+        critic=algorithm.has_critic,
+        engine_share=share,
+    )
+
+
+def enough_ranks(arch: Architecture, work: Work, gpu: Gpu) -> int | None:
+    """The smallest doubling of ranks whose memory suffices; None: no number does."""
+    ranks = work.ranks
+    while ranks <= MOST_RANKS:
+        if count(arch, replace(work, ranks=ranks), gpu).fits:
+            return ranks
+        ranks *= 2
+    return None
+
+
+def _show(found: Plan, work: Work, gpu: str, enough: int | None) -> None:
+    out.print(
+        f"[bold]{found.parameters / GB:.2f} billion parameters[/bold], {work.ranks} x {gpu}, "
+        f"{work.sequence} tokens a sequence"
+    )
+    rows: list[dict[str, Any]] = [
+        {"of a rank": kind, "GB": round(size / GB, 2)} for kind, size in found.memory.items()
+    ]
+    rows.append({"of a rank": "together", "GB": round(found.needed / GB, 2)})
+    rows.append({"of a rank": "there is", "GB": round(found.available / GB, 2)})
+    out.print(table_of(rows))
+    out.print(
+        f"training an iteration: {found.seconds:.3g} s ({found.compute_s:.3g} s computing, "
+        f"{found.traffic_s:.3g} s of traffic beside it, {found.traffic / GB:.3g} GB a rank)"
+    )
+    if found.fits:
+        return
+    lower = "" if work.recomputes else "train.gradient_checkpointing = true, "
+    more = f"{enough} ranks, " if enough else ""
+    out.print(
+        f"[bold red]does not fit[/bold red]: {more}{lower}or a lower train.max_tokens_per_gpu "
+        "would help" + ("" if enough else "; more ranks alone do not")
+    )

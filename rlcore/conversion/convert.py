@@ -1,0 +1,208 @@
+"""Conversions between Hugging Face folders, Megatron checkpoints and the states of trainers.
+
+Invariants:
+- Every tensor of the source is written, or listed as left out; anything else is an error that names
+  it, raised before the first byte is written.
+- A tensor is in memory alone, with what is fused with it, whatever the model's size.
+- Numbers keep their type and bits, but where another type is asked for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlcore.conversion.folder import whole_folder, write_digests
+from rlcore.conversion.safetensors import TORCH_NAMES, Entry, write_shards
+from rlcore.conversion.sources import HfFolder, Weights
+from rlcore.conversion.torch_dist import TorchDist, TorchDistWriter, checkpoint_folder
+from rlcore.conversion.trainer_state import TrainerState, WithBuffers
+from rlcore.errors import ConfigError, DataError
+from rlcore.models.hf_config import read_hf_config
+from rlcore.models.tensors import tensors
+from rlcore.train.trainer import DType
+from rlcore.weights.export import copy_small_files
+from rlcore.weights.megatron import rules
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+SAFETENSORS_NAMES = {torch_name: name for name, torch_name in TORCH_NAMES.items()}
+CONFIG_TYPES: dict[str, DType] = {"F32": "float32", "BF16": "bfloat16"}
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """What a conversion did."""
+
+    source: str
+    target: str
+    made: str
+    """`torch_dist` or `huggingface`."""
+    tensors: int
+    bytes: int
+    """Of the target's files."""
+    seconds: float
+    left_out: tuple[str, ...]
+    """Tensors of the source that are no part of the decoder."""
+    sha256: str
+    """Of `conversion.json`, which holds the digests of all files."""
+
+
+def hf_to_torch_dist(
+    source: Path, target: Path, padded_vocab_size: int | None = None
+) -> Conversion:
+    """A Megatron checkpoint of a Hugging Face folder.
+
+    Args:
+        source: the folder.
+        target: must not exist.
+        padded_vocab_size: rows of embedding and output layer; None: as many as the vocabulary.
+            Megatron loads either into a model with more.
+
+    Raises:
+        ConfigError: `target` exists, Megatron has no such model, or it is padded to fewer rows.
+        DataError: a tensor is missing, of another shape, or has no place.
+    """
+    import torch
+
+    begun = time.monotonic()
+    arch = read_hf_config(source)
+    if padded_vocab_size is not None and padded_vocab_size < arch.vocab_size:
+        raise ConfigError(
+            f"padded vocabulary of {padded_vocab_size} rows: the model has {arch.vocab_size} tokens"
+        )
+    weights = Weights(arch, HfFolder(source))
+    with whole_folder(target) as staging:
+        writer = TorchDistWriter(staging, arch)
+        count = 0
+        for rule in rules(arch):
+            whole = rule.join([weights.read(spec.name) for spec in rule.hf])
+            if rule.is_padded and padded_vocab_size is not None:
+                more = padded_vocab_size - whole.shape[0]
+                whole = torch.nn.functional.pad(whole, (0, 0, 0, more))
+            writer.add(rule, whole)
+            count += len(rule.hf)
+        writer.finish()
+        return _done(source, target, staging, "torch_dist", count, begun, weights.left_out)
+
+
+def torch_dist_to_hf(
+    source: Path, target: Path, model: Path, dtype: DType | None = None
+) -> Conversion:
+    """A Hugging Face folder of a Megatron checkpoint.
+
+    Args:
+        source: the checkpoint, or the folder with its tracker file.
+        target: must not exist.
+        model: a Hugging Face folder of the same architecture: its config and tokenizer are copied.
+        dtype: of the weights; None: as they are stored.
+
+    Raises:
+        ConfigError, DataError: as `hf_to_torch_dist`.
+    """
+    begun = time.monotonic()
+    arch = read_hf_config(model)
+    folder = checkpoint_folder(source)
+    if folder is None:
+        raise DataError(f"{source} holds no torch_dist checkpoint")
+    stored = TorchDist(folder, arch)
+    own = {
+        spec.name: str(stored.dtype(rule)).removeprefix("torch.")
+        for rule in rules(arch)
+        for spec in rule.hf
+    }
+    entries = [
+        Entry(spec.name, spec.shape, _stored_type(spec.name, own[spec.name], dtype))
+        for rule in rules(arch)
+        for spec in rule.hf
+    ]
+
+    def each() -> Iterator[tuple[str, Tensor]]:
+        for rule in rules(arch):
+            parts = rule.split(stored.read(rule))
+            yield from zip((spec.name for spec in rule.hf), parts, strict=True)
+
+    return _write_hf(source, target, model, entries, each, begun, stored.left_out)
+
+
+def state_to_hf(state: Path, target: Path, model: Path, dtype: DType | None = None) -> Conversion:
+    """A Hugging Face folder of an FSDP2 trainer's state.
+
+    Args:
+        state: folder of the state.
+        target: must not exist.
+        model: the Hugging Face folder that training began with.
+        dtype: of the weights; None: float32, as they are stored.
+
+    Raises:
+        ConfigError, DataError: as `hf_to_torch_dist`.
+    """
+    begun = time.monotonic()
+    arch = read_hf_config(model)
+    weights = Weights(arch, WithBuffers(TrainerState(state), HfFolder(model)))
+    entries = [
+        Entry(spec.name, spec.shape, _stored_type(spec.name, _name(weights, spec.name), dtype))
+        for spec in tensors(arch)
+    ]
+
+    def each() -> Iterator[tuple[str, Tensor]]:
+        for entry in entries:
+            yield entry.name, weights.read(entry.name)
+
+    return _write_hf(state, target, model, entries, each, begun, weights.left_out)
+
+
+def _name(weights: Weights, name: str) -> str:
+    return TORCH_NAMES[weights.dtype(name)]
+
+
+def _stored_type(name: str, torch_name: str, asked: DType | None) -> str:
+    """The type that a tensor is written in; biases of routers keep theirs."""
+    keeps = asked is None or name.endswith(".e_score_correction_bias")
+    return SAFETENSORS_NAMES[torch_name if keeps or asked is None else asked]
+
+
+def _write_hf(
+    source: Path,
+    target: Path,
+    model: Path,
+    entries: Sequence[Entry],
+    each: Callable[[], Iterator[tuple[str, Tensor]]],
+    begun: float,
+    left_out: Sequence[str],
+) -> Conversion:
+    """Stream tensors into a Hugging Face folder."""
+    types = {entry.name: _torch_type(entry.dtype) for entry in entries}
+    with whole_folder(target) as staging:
+        copy_small_files(model, staging, CONFIG_TYPES[entries[0].dtype])
+        cast = ((name, tensor.to(types[name])) for name, tensor in each())
+        write_shards(staging, entries, cast)
+        return _done(source, target, staging, "huggingface", len(entries), begun, left_out)
+
+
+def _torch_type(name: str) -> torch.dtype:
+    import torch
+
+    dtype: torch.dtype = getattr(torch, TORCH_NAMES[name])
+    return dtype
+
+
+def _done(
+    source: Path,
+    target: Path,
+    staging: Path,
+    made: str,
+    count: int,
+    begun: float,
+    left_out: Sequence[str],
+) -> Conversion:
+    size = sum(path.stat().st_size for path in staging.rglob("*") if path.is_file())
+    about = {"source": source.name, "made": made, "tensors": count, "left_out": list(left_out)}
+    sha256 = write_digests(staging, about)
+    spent = time.monotonic() - begun
+    return Conversion(str(source), str(target), made, count, size, spent, tuple(left_out), sha256)

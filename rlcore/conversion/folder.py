@@ -1,0 +1,93 @@
+"""Output that appears whole or not at all, with the digests of its files.
+
+Invariant: below the name that was asked for there is nothing until everything is written and on
+disk; a conversion that was killed leaves a hidden `.NAME.partial` beside it, which the next one
+removes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rlcore.errors import ConfigError, Corrupt
+
+DIGESTS = "conversion.json"
+_READ = 1 << 20
+
+
+@contextmanager
+def whole_folder(target: Path) -> Iterator[Path]:
+    """A folder to write into, which becomes `target` if nothing goes wrong.
+
+    Raises:
+        ConfigError: `target` is there already.
+    """
+    if target.exists():
+        raise ConfigError(f"{target} exists already; name a folder that does not, or remove it")
+    staging = target.with_name(f".{target.name}.partial")
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir(parents=True)
+    try:
+        yield staging
+        _sync(staging)
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+    os.rename(staging, target)
+    _sync_entry(target.parent)
+
+
+def write_digests(folder: Path, about: dict[str, object]) -> str:
+    """Write `conversion.json`: what was converted, and the size and digest of each file.
+
+    Returns:
+        The SHA-256 of that file, which stands for the whole folder.
+    """
+    files = {
+        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": digest(path)}
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+    path = folder / DIGESTS
+    path.write_text(json.dumps({**about, "files": files}, indent=2) + "\n", "utf-8")
+    return digest(path)
+
+
+def check_digests(folder: Path) -> None:
+    """The files of a converted folder are those that were written.
+
+    Raises:
+        Corrupt: one is missing or altered.
+    """
+    for name, said in json.loads((folder / DIGESTS).read_text("utf-8"))["files"].items():
+        path = folder / name
+        if not path.is_file() or digest(path) != said["sha256"]:
+            raise Corrupt(f"{path} is not the file that the conversion wrote")
+
+
+def digest(path: Path) -> str:
+    """SHA-256 of a file."""
+    sha = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(_READ):
+            sha.update(block)
+    return sha.hexdigest()
+
+
+def _sync(folder: Path) -> None:
+    for path in [*folder.rglob("*"), folder]:
+        _sync_entry(path)
+
+
+def _sync_entry(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,99 @@
+"""Safetensors files written a tensor at a time, which `save_file` cannot: the header comes first,
+so names, shapes and types are known before any number is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
+
+from rlcore.weights.export import SHARD_BYTES
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
+TORCH_NAMES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+"""Names of types in safetensors, and torch's."""
+ALIGN = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A tensor that will be written."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def bytes(self) -> int:
+        """Of its numbers."""
+        return prod(self.shape) * BYTES[self.dtype]
+
+
+def write_shards(
+    folder: Path,
+    entries: Sequence[Entry],
+    tensors: Iterator[tuple[str, Tensor]],
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Write tensors into files of at most `shard_bytes`, or of one larger tensor.
+
+    Args:
+        folder: there already.
+        entries: of all tensors, in the order in which they come.
+        tensors: the same.
+    """
+    shards = _shards(entries, shard_bytes)
+    count = len(shards)
+    names = [f"model-{k + 1:05d}-of-{count:05d}.safetensors" for k in range(count)]
+    names = ["model.safetensors"] if count == 1 else names
+    for name, shard in zip(names, shards, strict=True):
+        with (folder / name).open("wb") as file:
+            _write_header(file, shard)
+            for entry in shard:
+                _write_tensor(file, entry, *next(tensors))
+    if count > 1:
+        where = {e.name: name for name, shard in zip(names, shards, strict=True) for e in shard}
+        total = sum(entry.bytes for entry in entries)
+        index = {"metadata": {"total_size": total}, "weight_map": where}
+        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+        (folder / "model.safetensors.index.json").write_text(text, "utf-8")
+
+
+def _shards(entries: Sequence[Entry], limit: int) -> list[list[Entry]]:
+    shards: list[list[Entry]] = [[]]
+    used = 0
+    for entry in entries:
+        if shards[-1] and used + entry.bytes > limit:
+            shards.append([])
+            used = 0
+        shards[-1].append(entry)
+        used += entry.bytes
+    return shards
+
+
+def _write_header(file: BinaryIO, entries: Sequence[Entry]) -> None:
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for entry in entries:
+        span = [offset, offset + entry.bytes]
+        header[entry.name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": span}
+        offset = span[1]
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % ALIGN)
+    file.write(len(text).to_bytes(8, "little") + text)
+
+
+def _write_tensor(file: BinaryIO, entry: Entry, name: str, tensor: Tensor) -> None:
+    import torch
+
+    told = (entry.name, entry.shape, getattr(torch, TORCH_NAMES[entry.dtype]))
+    if (name, tuple(tensor.shape), tensor.dtype) != told:
+        raise AssertionError(f"{name} {tensor.shape} {tensor.dtype} came where {told} was due")
+    file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)

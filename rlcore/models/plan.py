@@ -1,0 +1,208 @@
+"""What a run's training needs, by arithmetic: a rank's memory, traffic between ranks, time.
+
+Bytes of parameters, gradients and optimizer are exact; those of activations count the tensors that
+backward needs; time divides by the speed that well-filled GPUs reach. Everything is of the trainer
+of FSDP2, which shards parameters, gradients and optimizer evenly over all ranks.
+"""
+
+from dataclasses import dataclass
+from math import ceil
+
+from rlcore.models.architecture import Architecture
+from rlcore.models.tensors import layer_tensors, size_of
+
+MASTER = GRADIENT = 4
+"""Bytes of a master weight and of its gradient: float32."""
+MOMENTS = 8
+"""Bytes of AdamW's two moments."""
+LOGITS = 3 * 4 * (1 << 25)
+"""Bytes of logits at a time: a chunk, its softmax and its gradient."""
+UTILISATION = 0.4
+"""Share of a GPU's peak that training reaches with full micro-batches."""
+LINK_SHARE = 0.7
+"""Share of a link's peak that collectives reach."""
+CONTEXT = 2e9
+"""Bytes that CUDA, NCCL and the allocator's gaps take."""
+TRAINED, RECOMPUTED = 3, 4
+"""Forward passes that forward and backward are worth, without and with recomputation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """Published figures of one GPU."""
+
+    memory: float
+    """Bytes."""
+    flops: float
+    """Dense bfloat16 operations a second."""
+    link: float
+    """Bytes a second to others of its node, in one direction."""
+    network: float
+    """Bytes a second to other nodes."""
+
+
+GPUS = {
+    "a100": Gpu(80e9, 312e12, 300e9, 25e9),
+    "h100": Gpu(80e9, 989e12, 450e9, 50e9),
+    "h200": Gpu(141e9, 989e12, 450e9, 50e9),
+    "b200": Gpu(180e9, 2250e12, 900e9, 50e9),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What the trainer does."""
+
+    ranks: int
+    ranks_per_node: int
+    tokens_per_micro_batch: int
+    """Of one rank."""
+    tokens_per_step: int
+    """Of all ranks, in one optimizer step."""
+    steps: int
+    """Optimizer steps an iteration."""
+    sequence: int
+    """Tokens of a sequence, for the cost of attention."""
+    bytes_of_numbers: int
+    """Of forward and backward: 2 in bfloat16, 4 in float32."""
+    recomputes: bool
+    frozen: int = 0
+    """Further models that are held without being trained: reference, teacher."""
+    critic: bool = False
+    engine_share: float = 0.0
+    """Of a GPU's memory, that engines on the same GPU take."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What it comes to."""
+
+    parameters: int
+    active_parameters: int
+    memory: dict[str, float]
+    """Bytes of one rank, by kind."""
+    available: float
+    """Bytes that a rank may use."""
+    traffic: float
+    """Bytes that a rank sends in an iteration."""
+    compute_s: float
+    """Of training in an iteration."""
+    traffic_s: float
+
+    @property
+    def needed(self) -> float:
+        """Bytes of one rank."""
+        return sum(self.memory.values())
+
+    @property
+    def fits(self) -> bool:
+        """Whether a rank's memory suffices."""
+        return self.needed <= self.available
+
+    @property
+    def seconds(self) -> float:
+        """Training of an iteration: traffic runs beside computing."""
+        return max(self.compute_s, self.traffic_s)
+
+
+def plan(arch: Architecture, work: Work, gpu: Gpu) -> Plan:
+    """Count what training a model in a layout needs."""
+    size = size_of(arch)
+    micro_batches = ceil(work.tokens_per_step / (work.ranks * work.tokens_per_micro_batch))
+    models = 2 if work.critic else 1
+    sent = _traffic(size.parameters, work) * micro_batches * work.steps * models
+    passes = RECOMPUTED if work.recomputes else TRAINED
+    flops = passes * forward_flops(arch, work.sequence) * work.tokens_per_step * work.steps
+    more_passes = (work.frozen + (work.critic * passes)) / passes
+    speed = work.ranks * gpu.flops * UTILISATION
+    link = gpu.link if work.ranks <= work.ranks_per_node else gpu.network
+    return Plan(
+        size.parameters,
+        size.active_parameters,
+        memory(arch, work),
+        gpu.memory * (1 - work.engine_share),
+        sent,
+        flops * (1 + more_passes) / speed,
+        sent / (link * LINK_SHARE),
+    )
+
+
+def memory(arch: Architecture, work: Work) -> dict[str, float]:
+    """Bytes of one rank, by kind."""
+    own = size_of(arch).parameters / work.ranks
+    models = 2 if work.critic else 1
+    largest = max(
+        sum(_count(spec.shape) for spec in layer_tensors(arch, layer, ""))
+        for layer in (0, arch.num_hidden_layers - 1)
+    )
+    outer = arch.vocab_size * arch.hidden_size * (1 if arch.tie_word_embeddings else 2)
+    gathered = (outer + 2 * largest) * work.bytes_of_numbers + largest * GRADIENT
+    return {
+        "master weights": own * MASTER * models,
+        "gradients": own * GRADIENT * models,
+        "optimizer": own * MOMENTS * models,
+        "frozen models": own * MASTER * work.frozen,
+        "gathered layers": float(gathered) if work.ranks > 1 or work.bytes_of_numbers < 4 else 0.0,
+        "activations": activations(arch, work),
+        "logits": float(LOGITS),
+        "CUDA and NCCL": CONTEXT,
+    }
+
+
+def activations(arch: Architecture, work: Work) -> float:
+    """Bytes that backward needs of one micro-batch.
+
+    With recomputation: the input of every layer, and all of one layer.
+    """
+    tokens, layers = work.tokens_per_micro_batch, arch.num_hidden_layers
+    whole = layer_numbers(arch) * work.bytes_of_numbers + layer_norm_bytes(arch)
+    if not work.recomputes:
+        return float(tokens * layers * whole)
+    return float(tokens * (layers * arch.hidden_size * work.bytes_of_numbers + whole))
+
+
+def layer_numbers(arch: Architecture) -> int:
+    """Numbers a token that one layer keeps for backward: the inputs of its matrix products, of
+    attention and of the gated product.
+    """
+    queries = arch.num_attention_heads * (arch.v_head_dim if arch.is_latent else arch.head_dim)
+    keys = arch.num_key_value_heads * arch.head_dim
+    sparse = arch.num_experts > 0
+    width = arch.intermediate_size
+    if sparse:
+        width = arch.num_experts_per_tok * arch.moe_intermediate_size
+        width += arch.shared_expert_intermediate_size
+    # Normed inputs of both halves; queries and keys before and after their norm and rotation,
+    # values, what attention gives; gate, its activation, up, their product.
+    return 2 * arch.hidden_size + 4 * queries + 3 * keys + 4 * width
+
+
+def layer_norm_bytes(arch: Architecture) -> int:
+    """Bytes a token that the two norms of a layer keep: their input in float32, and its scaled."""
+    return 2 * 2 * 4 * arch.hidden_size
+
+
+def forward_flops(arch: Architecture, sequence: int) -> float:
+    """Operations a token of one forward pass: two for each active parameter but the embedding's,
+    and causal attention over half of the sequence on average.
+    """
+    outer = arch.vocab_size * arch.hidden_size
+    products = size_of(arch).active_parameters - (0 if arch.tie_word_embeddings else outer)
+    width = arch.qk_nope_head_dim + arch.qk_rope_head_dim if arch.is_latent else arch.head_dim
+    attention = 2 * arch.num_hidden_layers * arch.num_attention_heads * width * sequence
+    return 2.0 * products + attention / arch.full_attention_interval
+
+
+def _traffic(parameters: int, work: Work) -> float:
+    """Bytes that a rank sends in one micro-batch: weights are gathered for forward and backward,
+    gradients are summed and scattered.
+    """
+    others = (work.ranks - 1) / work.ranks
+    return parameters * others * (2 * work.bytes_of_numbers + GRADIENT)
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    out = 1
+    for n in shape:
+        out *= n
+    return out
