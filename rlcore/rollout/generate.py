@@ -173,7 +173,7 @@ class Generator:
             EngineError: an engine call failed on every attempt, or used another policy.
             PluginError: the custom function failed.
         """
-        slime.serve(self.pool, self._tokenizer)
+        slime.serve(self.pool, self.tokenizer)
         if not self.pool.goes_on:
             self.pool.version = version
         were_open = {k for k, sample in enumerate(samples) if sample.status in OPEN}
