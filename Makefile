@@ -15,7 +15,7 @@ install: $(INSTALLED)
 $(INSTALLED):
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@echo "Installing the versions of constraints.txt into .venv: some minutes and 2 GB."
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,tracking]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,tracking,megatron]'
 	rm -f .venv/.installed-*
 	touch $@
 
