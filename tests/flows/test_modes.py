@@ -130,14 +130,17 @@ def test_a_data_set_is_learned_without_engines(sluice: Sluice, tmp_path: Path) -
     assert sample["response"] == f"{sample['label'] or sample['prompt'][0] * 3}<eos>"
 
 
-@pytest.mark.slow
-def test_a_checkpoint_of_the_example_answers_exactly(sluice: Sluice) -> None:
-    sluice("train", str(REPO / "examples/sft/run.toml"), "--run-id", "sft")
+@pytest.mark.parametrize("iterations", [2, pytest.param(40, marks=pytest.mark.slow)])
+def test_a_checkpoint_of_the_example_is_evaluated(sluice: Sluice, iterations: int) -> None:
+    more = ("--set", f"train.num_iterations={iterations}")
+    sluice("train", str(REPO / "examples/sft/run.toml"), "--run-id", "sft", *more)
     done = sluice.json("evaluate", "sft")
-    assert done["iteration"] == 39 and done["metrics"]["eval/greedy"] == 1
+    assert done["iteration"] == iterations - 1
     assert (sluice.root / done["manifest"]).exists()
+    right = done["metrics"]["eval/greedy"]
+    assert right == 1 if iterations == 40 else 0 <= right < 1
     said = sluice("evaluate", "sft", "--iter", "5", code=2)
-    assert "keeps no checkpoint of iteration 5; kept are: 19, 39" in said
+    assert "run sft keeps no checkpoint of iteration 5; kept are: " in said
 
 
 @pytest.mark.slow
