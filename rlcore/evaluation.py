@@ -19,7 +19,8 @@ from rlcore.cluster.fleet import ROLLOUT_DEADLINE_S
 from rlcore.cluster.placement import Demand, Placement
 from rlcore.cluster.plan import FleetPlan, engine_spec, rollout_plan
 from rlcore.cluster.ray_session import actor_class, call, gather
-from rlcore.cluster.rollout_actor import RolloutActor, StageReport
+from rlcore.cluster.rollout_actor import RolloutActor
+from rlcore.cluster.rollout_plan import StageReport
 from rlcore.config import EvalDataset, RunConfig, config_digest
 from rlcore.config.digest import STAGE_SECTIONS
 from rlcore.config.reward import NO_REWARD

@@ -16,7 +16,7 @@ from rlcore.cluster.actors import KINDS, Actors, Kinds
 from rlcore.cluster.engines import START_VERSION, Refill
 from rlcore.cluster.plan import FleetPlan
 from rlcore.cluster.ray_session import call, first_of
-from rlcore.cluster.rollout_actor import StageReport
+from rlcore.cluster.rollout_plan import StageReport
 from rlcore.cluster.trainer_actor import SavedState
 from rlcore.errors import ActorDied
 from rlcore.rollout.limits import Limits

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlcore.cluster.engine_actor import EngineSpec
-from rlcore.cluster.rollout_actor import RolloutPlan
+from rlcore.cluster.rollout_plan import RolloutPlan
 from rlcore.config import RunConfig, config_digest
 from rlcore.slime.compat.attributes import slime_args_of
 from rlcore.starting_model import model_digest, model_path

@@ -9,33 +9,20 @@ Invariants:
 
 import asyncio
 import gc
-import json
 import logging
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass, field
-from functools import cache, partial
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rlcore.cluster.actor_logs import Line, Lines, shown
-from rlcore.config.tree import (
-    DataConfig,
-    EvalConfig,
-    FilterConfig,
-    ModelConfig,
-    RewardConfig,
-    RolloutConfig,
-    Scalar,
-)
-from rlcore.data import Dataset, load_dataset
-from rlcore.errors import ConfigError, EngineError, Fenced
-from rlcore.images.processor import ImageProcessor, own_template
+from rlcore.cluster.rollout_plan import Loaded, RolloutPlan, StageReport, load
+from rlcore.errors import EngineError, Fenced
 from rlcore.rollout.buffer import Group, read_buffer, write_buffer
-from rlcore.rollout.demonstrate import demonstrate, raw
-from rlcore.rollout.evaluate import EvalSet, evaluate, set_score
+from rlcore.rollout.demonstrate import demonstrate
+from rlcore.rollout.evaluate import evaluate, set_score
 from rlcore.rollout.filters import GroupRule, Scored
 from rlcore.rollout.generate import Generator
 from rlcore.rollout.hooks import Hooks
@@ -79,72 +66,6 @@ BATCHES = 2
 Files = Sequence[FileRef]
 
 
-@dataclass(frozen=True)
-class RolloutPlan:
-    """What the actor is made with: plain values and config sections, nothing of the driver's
-    process.
-
-    Attributes:
-        run_id: names the folder of the parts.
-        seed: of the run.
-        root: the store.
-        options: of the store.
-        model_folder: local folder of the starting model, for limits and tokenizer.
-        num_gpus: of all engines, for the metrics.
-        slime: slime's `args`, where plugins written for it are to run.
-        supervised: rows are learned as they are: nothing is generated, scored or filtered.
-        keep_on_for: generation goes on from one rollout to the next, for so many iterations of the
-            run; None: each rollout is made on its own.
-    """
-
-    run_id: str
-    seed: int
-    root: str
-    options: dict[str, Scalar] = field(repr=False)
-    model_folder: str
-    model: ModelConfig
-    data: DataConfig
-    rollout: RolloutConfig
-    reward: RewardConfig
-    filter: FilterConfig
-    eval: EvalConfig
-    num_gpus: int = 1
-    slime: dict[str, Any] | None = None
-    supervised: bool = False
-    keep_on_for: int | None = None
-
-
-@dataclass(frozen=True)
-class StageReport:
-    """What a stage's work gave, for the driver to commit.
-
-    Attributes:
-        files: the parts written.
-        metrics: figures by name.
-        compute_seconds: in which engines generated.
-        timings: seconds of the stage's parts, by name.
-        cursor: of a rollout.
-        prompts: of a rollout or an evaluation.
-        extra: more for the manifest, as JSON.
-    """
-
-    files: list[FileRef]
-    metrics: dict[str, float]
-    compute_seconds: float = 0.0
-    timings: dict[str, float] = field(default_factory=dict)
-    cursor: dict[str, int] | None = None
-    prompts: int = 0
-    extra: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class _Loaded:
-    tokenizer: Any
-    dataset: Dataset
-    eval_sets: list[EvalSet]
-    limits: Limits
-
-
 class RolloutActor:
     """Serves one run. All its calls are async, but a driver makes one at a time."""
 
@@ -165,7 +86,7 @@ class RolloutActor:
             # Its processes start with the first evaluation.
             self._eval_scorer = Scorer(plan.reward.model_copy(update=own))
         # Tokenizer and data load while the engines start.
-        self._loading: Future[_Loaded] = ThreadPoolExecutor(1).submit(_load, plan)
+        self._loading: Future[Loaded] = ThreadPoolExecutor(1).submit(load, plan)
         self._batches: dict[tuple[str, ...], list[Sample]] = {}
         self._scores: tuple[tuple[str, ...], list[Scored], list[Score]] = ((), [], [])
 
@@ -252,7 +173,7 @@ class RolloutActor:
         )
 
     async def _make(
-        self, request: RolloutRequest, loaded: _Loaded, writer: "SamplesWriter"
+        self, request: RolloutRequest, loaded: Loaded, writer: "SamplesWriter"
     ) -> RolloutBatch:
         plan = self._plan
         if plan.supervised:
@@ -279,7 +200,7 @@ class RolloutActor:
             source=self._source(loaded, (request.cursor or {}).get("source")),
         )
 
-    def _producer(self, request: RolloutRequest, loaded: _Loaded, iterations: int) -> Producer:
+    def _producer(self, request: RolloutRequest, loaded: Loaded, iterations: int) -> Producer:
         plan = self._plan
         # Of its own, since it takes what others may not: policies that change under way.
         pool = self._new_pool(self._engines().urls, loaded.limits)
@@ -410,7 +331,7 @@ class RolloutActor:
             )
         self._epoch = epoch
 
-    async def _loaded(self) -> _Loaded:
+    async def _loaded(self) -> Loaded:
         return await asyncio.wrap_future(self._loading)
 
     def _rule(self) -> GroupRule:
@@ -431,7 +352,7 @@ class RolloutActor:
         chosen = plan.filter.dynamic_sampling_filter_path
         return DynamicFilter(judge, f"filter.dynamic_sampling_filter_path = {chosen!r}")
 
-    def _source(self, loaded: _Loaded, state: Any) -> OwnSource | None:
+    def _source(self, loaded: Loaded, state: Any) -> OwnSource | None:
         plan, path = self._plan, self._plan.rollout.data_source_path
         if path is None:
             return None
@@ -530,69 +451,6 @@ def _with_scores(dropped: Dropped) -> Group:
         for sample, score in zip(dropped.group.samples, dropped.scores, strict=True):
             set_score(sample, score)
     return dropped.group
-
-
-def _load(plan: RolloutPlan) -> _Loaded:
-    # Imported here for the first time, lest the first rollout's write wait for pyarrow.
-    import rlcore.store.batch  # noqa: F401
-
-    tokenizer = load_tokenizer(
-        plan.model.tokenizer or plan.model_folder, plan.model.trust_remote_code
-    )
-    if plan.data.multimodal_keys and (template := own_template(plan.model_folder)):
-        tokenizer.chat_template = template
-
-    @cache
-    def images() -> ImageProcessor:
-        return ImageProcessor(plan.model_folder, trust_remote_code=plan.model.trust_remote_code)
-
-    eval_sets = []
-    for held_out in [] if plan.supervised else plan.eval.datasets:
-        own = held_out.data(plan.data)
-        found = load_dataset(own, lambda: tokenizer, evaluation=True, get_images=images)
-        eval_sets.append(EvalSet(held_out, found))
-    data = raw(plan.data) if plan.supervised else plan.data
-    return _Loaded(
-        tokenizer=tokenizer,
-        dataset=load_dataset(data, lambda: tokenizer, get_images=images),
-        eval_sets=eval_sets,
-        limits=Limits.of_model(plan.model_folder, plan.rollout.context_length),
-    )
-
-
-def load_tokenizer(folder: str, trust_remote_code: bool) -> Any:
-    """A Hugging Face tokenizer of a local folder.
-
-    Raises:
-        ConfigError: the folder holds none.
-    """
-    try:
-        if _is_plain_tokenizer(Path(folder)):
-            from transformers import PreTrainedTokenizerFast
-
-            return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
-        from transformers import AutoTokenizer
-
-        return AutoTokenizer.from_pretrained(
-            folder, trust_remote_code=trust_remote_code, local_files_only=True
-        )
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model folder {folder} holds no tokenizer that loads: {error}") from None
-
-
-def _is_plain_tokenizer(folder: Path) -> bool:
-    """Whether tokenizer.json alone says all: no class of its own, which AutoTokenizer would look
-    up.
-
-    AutoTokenizer imports torch, which takes this process seconds and 190 MB that it has no other
-    use for.
-    """
-    try:
-        config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    plain = config.get("tokenizer_class") in ("TokenizersBackend", "PreTrainedTokenizerFast")
-    return plain and "auto_map" not in config and (folder / "tokenizer.json").exists()
 
 
 def _digests(files: Files) -> tuple[str, ...]:

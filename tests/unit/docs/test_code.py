@@ -160,7 +160,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path
 async def test_the_generate_function_takes_two_turns(
     written: Path, engine: tuple[str, Path]
 ) -> None:
-    from rlcore.cluster.rollout_actor import load_tokenizer
+    from rlcore.data.tokenizer import load_tokenizer
     from rlcore.rollout.generate import Generator
     from rlcore.rollout.limits import Limits
     from rlcore.rollout.pool import EnginePool
@@ -240,8 +240,8 @@ def test_the_functions_of_the_trainer_keep_their_contract(written: Path) -> None
 async def test_the_rollout_functions_of_the_page_make_a_batch(
     written: Path, engine: tuple[str, Path]
 ) -> None:
-    from rlcore.cluster.rollout_actor import load_tokenizer
     from rlcore.data import load_dataset
+    from rlcore.data.tokenizer import load_tokenizer
     from rlcore.rollout.generate import Generator
     from rlcore.rollout.limits import Limits
     from rlcore.rollout.loop import rollout

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from rlcore.cluster.rollout_actor import RolloutActor, RolloutPlan
+from rlcore.cluster.rollout_actor import RolloutActor
+from rlcore.cluster.rollout_plan import RolloutPlan
 from rlcore.config import load_config
 from rlcore.engine.launch import EngineProcess, embedded_argv
 from rlcore.net import free_port

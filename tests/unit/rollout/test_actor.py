@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from rlcore.cluster.rollout_actor import RolloutActor, RolloutPlan, load_tokenizer
+from rlcore.cluster.rollout_actor import RolloutActor
+from rlcore.cluster.rollout_plan import RolloutPlan
 from rlcore.config.tree import (
     DataConfig,
     EvalConfig,
@@ -17,6 +18,7 @@ from rlcore.config.tree import (
     RewardConfig,
     RolloutConfig,
 )
+from rlcore.data.tokenizer import load_tokenizer
 from rlcore.errors import ConfigError, Corrupt, DataError, EngineError, Fenced, RewardError
 from rlcore.store.batch import read_parts, table_to_samples
 from rlcore.store.objects import Objects

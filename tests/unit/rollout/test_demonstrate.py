@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rlcore.cluster.rollout_actor import RolloutActor, RolloutPlan
+from rlcore.cluster.rollout_actor import RolloutActor
+from rlcore.cluster.rollout_plan import RolloutPlan
 from rlcore.config.tree import (
     DataConfig,
     EvalConfig,

@@ -9,7 +9,8 @@ import pytest
 from fastapi import Request
 from transformers import AutoTokenizer
 
-from rlcore.cluster.rollout_actor import RolloutActor, RolloutPlan, StageReport
+from rlcore.cluster.rollout_actor import RolloutActor
+from rlcore.cluster.rollout_plan import RolloutPlan, StageReport
 from rlcore.config.tree import (
     DataConfig,
     EvalConfig,

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from rlcore.cluster.rollout_actor import load_tokenizer
 from rlcore.config.tree import DataConfig, EvalDataset, RewardConfig, RolloutConfig
 from rlcore.data import load_dataset
+from rlcore.data.tokenizer import load_tokenizer
 from rlcore.errors import EngineError, PluginError
 from rlcore.rollout.evaluate import EvalResult, EvalSet, evaluate
 from rlcore.rollout.limits import Limits

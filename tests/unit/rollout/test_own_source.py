@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from rlcore.cluster.rollout_actor import RolloutActor, RolloutPlan, StageReport
+from rlcore.cluster.rollout_actor import RolloutActor
+from rlcore.cluster.rollout_plan import RolloutPlan, StageReport
 from rlcore.config.tree import (
     DataConfig,
     EvalConfig,

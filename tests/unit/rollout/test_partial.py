@@ -12,7 +12,8 @@ import httpx
 import pytest
 from fastapi import Request
 
-from rlcore.cluster.rollout_actor import RolloutActor, RolloutPlan, StageReport
+from rlcore.cluster.rollout_actor import RolloutActor
+from rlcore.cluster.rollout_plan import RolloutPlan, StageReport
 from rlcore.config.tree import (
     DataConfig,
     EvalConfig,

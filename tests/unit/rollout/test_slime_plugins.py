@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from rlcore.cluster.rollout_actor import RolloutActor, RolloutPlan, StageReport
+from rlcore.cluster.rollout_actor import RolloutActor
+from rlcore.cluster.rollout_plan import RolloutPlan, StageReport
 from rlcore.config import build_config
 from rlcore.config.tree import FilterConfig
 from rlcore.errors import PluginError
