@@ -30,16 +30,16 @@ state_interval = 2
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(2400)
 def test_a_run_with_pictures_survives_a_kill(sluice: Sluice, tmp_path: Path) -> None:
     config = tmp_path / "images.toml"
     config.write_text(SETTINGS)
-    sluice("train", str(config), "--run-id", "calm", timeout=400)
+    sluice("train", str(config), "--run-id", "calm", timeout=800)
     process = sluice.start("train", str(config), "--run-id", "killed")
-    wait_for(sluice.committed("killed", 0).exists, 300)
+    wait_for(sluice.committed("killed", 0).exists, 600)
     kill_tree(process.pid)
     process.wait(10)
-    assert f"{ITERATIONS} iterations committed" in sluice("resume", "killed", timeout=400)
+    assert f"{ITERATIONS} iterations committed" in sluice("resume", "killed", timeout=800)
     assert sluice.json("verify", "killed")["ok"]
     calm, killed = sluice.json("show", "calm"), sluice.json("show", "killed")
     assert killed["state_sha256"] == calm["state_sha256"]
