@@ -9,7 +9,8 @@ import torch
 
 from rlcore.errors import SyncError
 from rlcore.weights.canary import canary_sequences, check
-from rlcore.weights.export import buckets, write_hf_folder, write_tensors
+from rlcore.weights.export import buckets, buckets_and_last, write_hf_folder, write_tensors
+from rlcore.weights.wire import safetensors_parts
 
 
 def test_canary_sequences_are_fixed_and_fit() -> None:
@@ -35,6 +36,21 @@ def test_buckets_are_bounded_and_lose_nothing() -> None:
     cut = [list(bucket) for bucket in buckets(iter(tensors), 24)]
     assert cut == [["0", "1"], ["2"], ["3", "4"]]
     assert list(buckets(iter([]), 24)) == []
+    assert [last for _, last in buckets_and_last(iter(tensors), 24)] == [False, False, True]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_parts_on_the_wire_are_a_safetensors_file(dtype: torch.dtype) -> None:
+    from safetensors.torch import load
+
+    tensors = {"a": torch.randn(3, 5).to(dtype), "b.weight": torch.randn(7).to(dtype)}
+    parts = safetensors_parts(tensors)
+    assert parts[1].nbytes == tensors["a"].nbytes
+    read = load(b"".join(parts))
+    assert {name: value.shape for name, value in read.items()} == {
+        name: value.shape for name, value in tensors.items()
+    }
+    assert all(torch.equal(read[name], tensors[name]) for name in tensors)
 
 
 def test_large_models_are_split_with_an_index(tmp_path: Path, model_folder: Path) -> None:
