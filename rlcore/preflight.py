@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rlcore.cluster.ray_session import LOCAL, check_head, where_ray_is
 from rlcore.config import ModelConfig, RunConfig
-from rlcore.data.dataset import check_dataset, first_rows
+from rlcore.data.dataset import OPTIONAL, check_dataset, first_rows, require_columns
 from rlcore.data.demonstrations import require_demonstration
 from rlcore.errors import (
     ClusterError,
@@ -58,7 +58,8 @@ def preflight(config: RunConfig) -> None:
         check_writable(config)
         return
     if config.run.mode == "sft":
-        check_dataset(config.data, look=require_demonstration)
+        info = check_dataset(config.data, look=require_demonstration)
+        require_columns(config.data, info.columns, OPTIONAL)
         check_writable(config)
         return
     check_data(config)
@@ -171,9 +172,12 @@ def check_images(config: RunConfig) -> None:
 
 def check_data(config: RunConfig) -> None:
     """Every row of every data set can be read and has the columns that are named."""
-    check_dataset(config.data)
+    require_columns(config.data, check_dataset(config.data).columns, OPTIONAL)
     for held_out in config.eval.datasets:
-        check_dataset(held_out.data(config.data), evaluation=True)
+        # What it does not say itself may be about columns of the training data alone.
+        own = [name for name in OPTIONAL if getattr(held_out, name, None) is not None]
+        data = held_out.data(config.data)
+        require_columns(data, check_dataset(data, evaluation=True).columns, own)
 
 
 def check_plugins(config: RunConfig) -> None:

@@ -8,8 +8,10 @@ Invariants:
   read when it is used. What comes out is the same.
 """
 
+import difflib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 from rlcore.config.tree import DataConfig
@@ -32,6 +34,14 @@ IN_MEMORY = 64 * 2**20
 """Bytes up to which the prompts of a JSONL file are kept in memory."""
 AT_A_TIME = 512
 """Prompts that are given to the tokenizer together."""
+OPTIONAL = (
+    "metadata_key",
+    "multimodal_keys",
+    "sampling_params_key",
+    "generate_function_key",
+    "custom_rm_key",
+)
+"""Settings of columns that a row may lack."""
 GetTokenizer = Callable[[], Any]
 """Returns a Hugging Face tokenizer; called only where one is needed, since loading takes
 seconds."""
@@ -134,6 +144,33 @@ def check_dataset(
         list(dict.fromkeys(name for info in infos for name in info.columns)),
         infos[0].first,
     )
+
+
+def require_columns(config: DataConfig, found: Sequence[str], names: Sequence[str]) -> None:
+    """Columns that rows may lack are in one of them at least, or the setting is a slip.
+
+    Args:
+        config: the data section.
+        found: the columns of all rows of all files.
+        names: of the settings to look at, of `OPTIONAL`.
+
+    Raises:
+        DataError: names the setting, and the nearest column that there is.
+    """
+    for one, name in product(config.files(), names):
+        value = getattr(one, name)
+        if value is None or value == DataConfig.model_fields[name].default:
+            continue
+        for part, key in value.items() if isinstance(value, dict) else [("", value)]:
+            if key in found:
+                continue
+            near = difflib.get_close_matches(key, found, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            setting = f"data.{name}.{part}" if part else f"data.{name}"
+            raise DataError(
+                f"no row of {one.path} has a column {key!r} ({setting}); there are "
+                f"{', '.join(map(repr, found))}{hint}"
+            )
 
 
 def first_rows(config: DataConfig, n: int) -> list[Prompt]:

@@ -121,7 +121,7 @@ def prompt_of(row: Row, name: str, config: DataConfig, *, evaluation: bool = Fal
     return Prompt(
         prompt_id=_identity(name, row),
         row=row.number,
-        prompt=with_media(prompt, media, row.place) if media else prompt,
+        prompt=with_media(prompt, media or {}, tuple(config.multimodal_keys), row.place),
         label=None
         if config.label_key is None
         else _column(row, config.label_key, "data.label_key"),
@@ -240,15 +240,28 @@ def _check_images(row: Row, media: dict[str, list[Any]] | None, folder: Path | N
             raise DataError(f"{row.place}, image {k}: {error}") from None
 
 
-def with_media(prompt: str | Messages, media: dict[str, list[Any]], place: str) -> Messages:
-    """Chat messages in which every `<image>`, `<video>` or `<audio>` is the next item of its kind.
+def with_media(
+    prompt: str | Messages, media: dict[str, list[Any]], kinds: Sequence[str], place: str
+) -> str | Messages:
+    """Chat messages in which every `<image>`, `<video>` or `<audio>` is the next item of its kind;
+    the prompt as it is where it has none and no place for one.
+
+    Args:
+        prompt: of the row.
+        media: items of the row by kind.
+        kinds: that the data set has columns for.
+        place: of the row, for errors.
 
     Raises:
         DataError: there are more or fewer items than places for them.
     """
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    left = {kind: list(items) for kind, items in media.items()}
-    pattern = re.compile("|".join(f"<{re.escape(kind)}>" for kind in media))
+    left = {kind: list(media.get(kind, [])) for kind in kinds}
+    pattern = re.compile("|".join(f"<{re.escape(kind)}>" for kind in kinds))
+    texts = (message.get("content") for message in messages)
+    placed = bool(kinds) and any(isinstance(t, str) and pattern.search(t) for t in texts)
+    if not placed and not any(left.values()):
+        return prompt
     out: Messages = []
     for message in messages:
         text = message.get("content")

@@ -7,7 +7,7 @@ import pytest
 
 from rlcore.config import RunConfig, build_config
 from rlcore.errors import DataError, PluginError
-from rlcore.preflight import check_reward, preflight
+from rlcore.preflight import check_data, check_reward, preflight
 
 PLUGIN = """
 async def generate(args, sample, sampling_params):
@@ -67,3 +67,17 @@ def test_the_key_of_evaluations_is_tried_too(tmp_path: Path) -> None:
     check_reward(tried("strict"))
     with pytest.raises(PluginError, match=r"trial with eval\.reward_key .*'strct'"):
         check_reward(tried("strct"))
+
+
+def test_columns_that_rows_may_lack_are_in_one_of_them(tmp_path: Path) -> None:
+    """A held-out set may lack what it has not named itself."""
+    data = {"path": f"{tmp_path}/with.jsonl", "custom_rm_key": "rm"}
+    own = {"name": "a", "path": f"{tmp_path}/prompts.jsonl"}
+    whole = config(tmp_path, data=data, eval={"datasets": [own]})
+    (tmp_path / "with.jsonl").write_text('{"prompt": "7=", "rm": null}\n')
+    check_data(whole)
+    named = config(tmp_path, data=data, eval={"datasets": [own | {"metadata_key": "more"}]})
+    with pytest.raises(DataError, match="no row of .*prompts.jsonl has a column 'more'"):
+        check_data(named)
+    with pytest.raises(DataError, match=r"'custom' \(data.custom_rm_key\)"):
+        check_data(config(tmp_path, data=data | {"custom_rm_key": "custom"}))

@@ -11,7 +11,7 @@ from vision_models import picture
 
 from rlcore.config.tree import DataConfig
 from rlcore.data import check_dataset, load_dataset
-from rlcore.data.dataset import first_rows
+from rlcore.data.dataset import OPTIONAL, first_rows, require_columns
 from rlcore.errors import DataError
 
 
@@ -296,6 +296,13 @@ def test_media_take_the_places_that_the_prompt_has_for_them(tmp_path: Path) -> N
         path = lines(tmp_path / "w.jsonl", [rows[0] | {"prompt": prompt}])
         with pytest.raises(DataError, match=fault):
             check_dataset(config(path, multimodal_keys={"image": "pics"}))
+    # A place is no text where the row lacks what belongs there: not all of it, and not the column.
+    for row in ({"prompt": "<image>?"}, {"prompt": "<image>?", "pics": None}):
+        path = lines(tmp_path / "w.jsonl", [row])
+        with pytest.raises(DataError, match="line 1 has more <image> than items"):
+            check_dataset(config(path, multimodal_keys={"image": "pics"}))
+    [text] = load_dataset(config(path), no_tokenizer).prompts
+    assert text.prompt == "<image>?"
 
 
 @pytest.mark.parametrize(
@@ -313,6 +320,30 @@ def test_a_row_s_own_parameters_are_checked(tmp_path: Path, params: Any, fault: 
         check_dataset(config(path, sampling_params_key="own"))
     if fault.startswith("it changes"):
         check_dataset(config(path, sampling_params_key="own"), evaluation=True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"multimodal_keys": {"image": "pic"}}, "multimodal_keys.image"),
+        ({"generate_function_key": "pic"}, "generate_function_key"),
+        ({"custom_rm_key": "pic"}, "custom_rm_key"),
+        ({"sampling_params_key": "pic"}, "sampling_params_key"),
+        ({"metadata_key": "pic"}, "metadata_key"),
+        ({"mix": [{"path": "{path}", "metadata_key": "pic"}]}, "metadata_key"),
+    ],
+)
+def test_a_column_that_no_row_has_is_a_slip(
+    tmp_path: Path, settings: dict[str, Any], named: str
+) -> None:
+    path = lines(tmp_path / "p.jsonl", [{"prompt": "a"}, {"prompt": "b", "pics": None}])
+    if "mix" in settings:
+        settings = {"mix": [settings["mix"][0] | {"path": str(path)}]}
+    wrong = config(path, **settings)
+    with pytest.raises(DataError, match=rf"no row .* column 'pic' \(data\.{named}\).*'pics'\?"):
+        require_columns(wrong, check_dataset(wrong).columns, OPTIONAL)
+    right = config(path, multimodal_keys={"image": "pics"})
+    require_columns(right, check_dataset(right).columns, OPTIONAL)
 
 
 def test_a_row_names_its_functions_as_text(tmp_path: Path) -> None:
