@@ -13,14 +13,13 @@ from rlcore.algorithms.advantages import AdvantageInputs, sample_advantages
 from rlcore.config import AlgorithmConfig, RunConfig, config_digest
 from rlcore.config.digest import STAGE_SECTIONS
 from rlcore.rollout.groups import execution_of
-from rlcore.rollout.metrics import reward_metrics
 from rlcore.rollout.rewards.scorer import Scorer
 from rlcore.rollout.stored import (
-    by_group,
     choose,
     filter_rule,
     read_rollout,
     read_scores,
+    score_metrics,
     score_rows,
     write_rows,
 )
@@ -63,7 +62,7 @@ def _rescore(store: RunStore, config: RunConfig, lease: Lease) -> None:
             scorer.close()
         key = part_key(store.run_id, i, "reward", 0, attempt)
         ref = write_rows(objects, key, "reward", score_rows(samples, scores))
-        metrics = reward_metrics(by_group(samples, scores))
+        metrics = score_metrics(samples, scores)
         made = _Made(attempt, ref, metrics, {}, time.perf_counter() - began)
         reward = _commit(store, "reward", {"rollout": rollout}, reward_digest, made, lease)
     inputs = {"rollout": rollout, "reward": reward}

@@ -29,7 +29,6 @@ from rlcore.rollout.hooks import Hooks
 from rlcore.rollout.judge import GroupJudge, judged_by, samples_dynamically
 from rlcore.rollout.limits import Limits
 from rlcore.rollout.loop import Dropped, DynamicFilter, RolloutBatch, rollout
-from rlcore.rollout.metrics import reward_metrics
 from rlcore.rollout.own_evaluation import OwnEvaluation
 from rlcore.rollout.own_source import OwnSource, SourceArgs
 from rlcore.rollout.pool import EnginePool
@@ -38,11 +37,11 @@ from rlcore.rollout.rewards.protocol import Score
 from rlcore.rollout.rewards.scorer import Scorer
 from rlcore.rollout.stored import (
     DECIDED,
-    by_group,
     choose,
     filter_rule,
     read_rollout,
     read_scores,
+    score_metrics,
     score_rows,
     scored_of,
     write_rows,
@@ -239,7 +238,7 @@ class RolloutActor:
         self._scores = (_digests([ref]), scored_of(rows), scores)
         return StageReport(
             files=[ref],
-            metrics={} if self._plan.supervised else reward_metrics(by_group(samples, scores)),
+            metrics={} if self._plan.supervised else score_metrics(samples, scores),
             timings={
                 "read": read - began,
                 "score": scored - read,

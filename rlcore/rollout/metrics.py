@@ -6,6 +6,8 @@ import zlib
 from collections import Counter
 from collections.abc import Sequence
 
+import numpy as np
+
 from rlcore.sample import Sample, Status
 
 LONG_TEXT = 10_000
@@ -145,6 +147,17 @@ def pass_rates(groups: Sequence[Sequence[float | None]]) -> dict[str, float]:
         f"passrate/pass@{k}": statistics.fmean(pass_at_k(n, c, k) for n, c in right)
         for k in (2**power for power in range(smallest.bit_length()))
         if k <= smallest
+    }
+
+
+def correct_length_metrics(lengths: Sequence[int]) -> dict[str, float]:
+    """Quartiles of the tokens of right responses; empty where there is none."""
+    if not lengths:
+        return {}
+    quartiles = np.percentile(lengths, (25, 50, 75, 100))
+    return {
+        f"rollout/correct_length/p{percent}": float(length)
+        for percent, length in zip((25, 50, 75, 100), quartiles, strict=True)
     }
 
 

@@ -11,6 +11,7 @@ from rlcore.config.tree import FilterConfig
 from rlcore.rollout.evaluate import scored_status, set_score
 from rlcore.rollout.filters import GroupRule, Scored, Selection, Verdict, make_rule, select
 from rlcore.rollout.groups import execution_rewards
+from rlcore.rollout.metrics import correct_length_metrics, reward_metrics
 from rlcore.rollout.rewards.protocol import Score
 from rlcore.sample import Sample
 from rlcore.store.manifest import FileRef
@@ -77,9 +78,11 @@ def scored_of(rows: Rows) -> list[Scored]:
     return [Scored(r["row"], r["group_index"], r["index"], r["reward"]) for r in rows]
 
 
-def by_group(samples: list[Sample], scores: list[Score]) -> list[list[float | None]]:
-    """The rewards of each group's executions."""
-    return execution_rewards(samples, [score.reward for score in scores])
+def score_metrics(samples: list[Sample], scores: list[Score]) -> dict[str, float]:
+    """Figures of a rollout's scores."""
+    rewards = [score.reward for score in scores]
+    right = [s.effective_response_length for s, r in zip(samples, rewards, strict=True) if r == 1]
+    return reward_metrics(execution_rewards(samples, rewards)) | correct_length_metrics(right)
 
 
 def filter_rule(config: FilterConfig, reward_key: str | None, n_samples: int) -> GroupRule:

@@ -6,7 +6,12 @@ import pytest
 
 from rlcore.config.tree import EvalDataset
 from rlcore.rollout.evaluate import eval_metrics
-from rlcore.rollout.metrics import pass_at_k, reward_metrics, rollout_metrics
+from rlcore.rollout.metrics import (
+    correct_length_metrics,
+    pass_at_k,
+    reward_metrics,
+    rollout_metrics,
+)
 from rlcore.rollout.rewards.protocol import Score
 from rlcore.sample import Sample, Status
 
@@ -53,6 +58,13 @@ def test_pass_rates_go_up_to_the_smallest_group() -> None:
     assert "passrate/pass@8" not in found
     odd = reward_metrics([[1.0, 0.0, 0.0], [0.0, 0.0, 0.0, 1.0]])
     assert [name for name in odd if "pass@" in name] == ["passrate/pass@1", "passrate/pass@2"]
+
+
+def test_lengths_of_right_responses() -> None:
+    found = correct_length_metrics([4, 1, 2, 3, 5])
+    assert list(found.values()) == [2, 3, 4, 5]
+    assert list(found) == [f"rollout/correct_length/p{p}" for p in (25, 50, 75, 100)]
+    assert correct_length_metrics([]) == {}
 
 
 def test_figures_of_turns_and_speculation_are_there_where_there_were_any() -> None:
