@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -142,22 +144,27 @@ def test_a_pickle_that_names_a_function_calls_nothing(model: Path, tmp_path: Pat
     assert not (tmp_path / "harm").exists()
 
 
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from rlcore.conversion.convert import hf_to_torch_dist
+from rlcore.conversion.sources import HfFolder
+
+reads, plain = iter(range(8)), HfFolder.read
+
+def read(self, name, at=()):
+    if next(reads, None) is None:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return plain(self, name, at)
+
+HfFolder.read = read
+hf_to_torch_dist(Path(sys.argv[1]), Path(sys.argv[2]))
+"""
+
+
 def test_a_killed_conversion_leaves_nothing_that_looks_whole(model: Path, tmp_path: Path) -> None:
-    child = os.fork()
-    if child == 0:
-        reads = iter(range(8))
-        plain = HfFolder.read
-
-        def read(self: HfFolder, name: str, at: Any = ()) -> Any:
-            if next(reads, None) is None:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return plain(self, name, at)
-
-        HfFolder.read = read  # type: ignore[method-assign]
-        hf_to_torch_dist(model, tmp_path / "dist")
-        os._exit(0)
-    _, status = os.waitpid(child, 0)
-    assert os.WTERMSIG(status) == signal.SIGKILL
+    done = subprocess.run([sys.executable, "-c", KILLED, model, tmp_path / "dist"])
+    assert done.returncode == -signal.SIGKILL
     assert [path.name for path in tmp_path.iterdir()] == [".dist.partial"]
     hf_to_torch_dist(model, tmp_path / "dist")
     assert [path.name for path in tmp_path.iterdir()] == ["dist"]
