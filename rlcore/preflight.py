@@ -24,6 +24,7 @@ from rlcore.errors import (
 )
 from rlcore.images.files import KIND as IMAGE
 from rlcore.images.processor import takes_images
+from rlcore.images.text_alone import check_text_alone
 from rlcore.models.presets import check_preset
 from rlcore.observe.trackers import check_trackers
 from rlcore.opening import check_same, open_store
@@ -163,11 +164,8 @@ def check_images(config: RunConfig) -> None:
             f"data.multimodal_keys names images, but model.path = {config.model.path!r} takes none "
             "(its config.json has no vision_config)"
         )
-    if config.rollout.teacher_url is not None:
-        raise ConfigError(
-            "rollout.teacher_url is asked about text alone, but data.multimodal_keys names images; "
-            "use a teacher of algorithm.opd_teacher_load"
-        )
+    if IMAGE in config.data.multimodal_keys:
+        check_text_alone(config, "data.multimodal_keys names images")
 
 
 def check_data(config: RunConfig) -> None:

@@ -27,7 +27,7 @@ from rlcore.store.lease import Lease
 from rlcore.store.manifest import Manifest, StageRef, chain_state_id
 from rlcore.store.retention import prune
 from rlcore.store.run_store import RunStore
-from rlcore.stored_runs import check_vocabulary, stored_batch
+from rlcore.stored_runs import check_media, check_vocabulary, stored_batch
 from rlcore.train.trainer import BatchFiles
 from rlcore.work import Work
 
@@ -145,6 +145,7 @@ class Run:
         """
         if not self._same_tokens:
             check_vocabulary(self.store, self.config)
+            check_media(self.store, self.config)
             self._same_tokens = True
         return stored_batch(self.store, self.config.run.train_from, i)
 

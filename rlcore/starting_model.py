@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rlcore.config import ModelConfig
 from rlcore.errors import ConfigError, Corrupt, PluginError
+from rlcore.models.presets import check_preset
 from rlcore.plugins import load_checked
 from rlcore.store.files import download_folder, find_damage, upload_folder
 from rlcore.store.manifest import FileRef, canonical_json
@@ -36,7 +37,7 @@ def prepare_model(
         scratch: a local folder for what has no local place in the store.
 
     Raises:
-        ConfigError: `model.build` wrote no model.
+        ConfigError: `model.build` wrote no model, or not the one of `model.preset`.
         PluginError: it raised.
         Corrupt: the kept folder was altered.
     """
@@ -46,11 +47,13 @@ def prepare_model(
     listing = model_listing_key(run_id)
     if not objects.exists(listing):
         made = _build(model.build, seed, scratch / "building")
+        if model.preset:
+            check_preset(model.preset, made)
         refs = upload_folder(objects, made, prefix)
         objects.put_if_absent(listing, canonical_json([r.model_dump(mode="json") for r in refs]))
     if objects.local_path(prefix) is None:
         download_folder(objects, _listed(objects, run_id), prefix, scratch / "model")
-    check_in_place(objects, run_id, model)
+    check_in_place(objects, run_id, model, scratch)
 
 
 def is_in_place(objects: Objects, run_id: str, model: ModelConfig) -> bool:
@@ -61,15 +64,18 @@ def is_in_place(objects: Objects, run_id: str, model: ModelConfig) -> bool:
     return bool(model.path) or (kept_here and objects.exists(model_listing_key(run_id)))
 
 
-def check_in_place(objects: Objects, run_id: str, model: ModelConfig) -> None:
-    """The files of a model that was built are those that were built.
+def check_in_place(objects: Objects, run_id: str, model: ModelConfig, scratch: Path) -> None:
+    """The files of a model that was built are those that were built, and of the preset.
 
     Raises:
         Corrupt: one was altered.
+        ConfigError: it is not the model of `model.preset`.
     """
     for ref in [] if model.path else _listed(objects, run_id):
         if damage := find_damage(objects, ref):
             raise Corrupt(f"the starting model of run {run_id} is damaged: {damage}")
+    if model.build and model.preset:
+        check_preset(model.preset, model_path(objects, run_id, model, scratch))
 
 
 def model_digest(objects: Objects, run_id: str, model: ModelConfig) -> str:

@@ -13,6 +13,9 @@ from pathlib import Path
 
 from rlcore.config import ModelConfig, RunConfig, build_config, config_digest
 from rlcore.errors import ConfigError, NotFound
+from rlcore.images.files import KIND as IMAGE
+from rlcore.images.processor import takes_images
+from rlcore.images.text_alone import check_text_alone
 from rlcore.store.branch import differences
 from rlcore.store.manifest import StageRef, canonical_json, sha256_hex
 from rlcore.store.objects import Objects
@@ -95,6 +98,7 @@ def check_source(store: RunStore, config: RunConfig) -> None:
         )
     _check_settings(config, theirs)
     check_vocabulary(store, config)
+    check_media(store, config)
 
 
 def _source(store: RunStore, source: str) -> RunStore:
@@ -126,6 +130,28 @@ def _check_settings(config: RunConfig, theirs: RunConfig) -> None:
             f"rollout.temperature = {here_t}, but run {source} sampled at {there_t}: the trainer "
             "would compute other log-probs than those of the samples; set the same"
         )
+
+
+def check_media(store: RunStore, config: RunConfig) -> None:
+    """Where the other run's prompts have images, this run's model and functions read them.
+
+    A model of this run that is not built yet is not looked at.
+
+    Raises:
+        ConfigError: one does not.
+    """
+    source = config.run.train_from
+    if IMAGE not in build_config(_source(store, source).load_run()["config"]).data.multimodal_keys:
+        return
+    what = f"the prompts of run.train_from = {source!r} have images"
+    model = config.model
+    folder = model.path or store.objects.local_path(model_prefix(store.origin))
+    if folder and (Path(folder) / "config.json").is_file() and not takes_images(folder):
+        raise ConfigError(
+            f"the model of {model.path or model.build} takes no images (its config.json has no "
+            f"vision_config), but {what}; train a model that does"
+        )
+    check_text_alone(config, what)
 
 
 def check_vocabulary(store: RunStore, config: RunConfig) -> None:

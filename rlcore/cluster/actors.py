@@ -83,7 +83,7 @@ class Actors:
         self._placement = await Placement.reserve(demand, config.cluster.ray_address)
         if is_in_place(plan.store.objects, plan.store.origin, config.model):
             # Before anything is started that a damaged model would leave behind.
-            check_in_place(plan.store.objects, plan.store.origin, config.model)
+            check_in_place(plan.store.objects, plan.store.origin, config.model, plan.scratch)
             self._model_there.set()
         else:
             first = KINDS

@@ -77,7 +77,7 @@ def test_columns_that_rows_may_lack_are_in_one_of_them(tmp_path: Path) -> None:
     (tmp_path / "with.jsonl").write_text('{"prompt": "7=", "rm": null}\n')
     check_data(whole)
     named = config(tmp_path, data=data, eval={"datasets": [own | {"metadata_key": "more"}]})
-    with pytest.raises(DataError, match=r"no row of .*prompts.jsonl has a column 'more'"):
+    with pytest.raises(DataError, match=r"no row of .*prompts\.jsonl has a column 'more'"):
         check_data(named)
     with pytest.raises(DataError, match=r"'custom' \(data.custom_rm_key\)"):
         check_data(config(tmp_path, data=data | {"custom_rm_key": "custom"}))

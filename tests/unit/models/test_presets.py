@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 
+from rlcore.config import ModelConfig
 from rlcore.errors import ConfigError
 from rlcore.models.architecture import Architecture, differences
 from rlcore.models.hf_config import from_hf, read_hf_config
 from rlcore.models.presets import check_preset, preset_names, read_preset
 from rlcore.models.tensors import size_of, tensors
+from rlcore.starting_model import check_in_place, prepare_model
+from rlcore.store.objects import Objects
 
 EXACT_DIGITS = 7
 """A figure of so many significant digits was not rounded."""
@@ -205,6 +208,25 @@ def test_a_preset_of_another_model_is_refused_by_field(tmp_path: Path) -> None:
     ) as e:
         check_preset("qwen3-4B", tmp_path)
     assert "num_hidden_layers is 36 in the preset and 28" in str(e.value)
+
+
+@pytest.mark.parametrize("kept", ["disk", "memory"])
+def test_a_model_that_is_built_is_the_preset_s(tmp_path: Path, kept: str) -> None:
+    where = {"disk": str(tmp_path / "root"), "memory": f"memory://{tmp_path.name}"}[kept]
+    objects, scratch = Objects.open(where), tmp_path / "scratch"
+    (tmp_path / "own.py").write_text(
+        "import json, pathlib\ndef build(folder, seed):\n"
+        f"    (folder / 'config.json').write_text(json.dumps({QWEN3_4B!r}))\n"
+    )
+    right = ModelConfig(build=f"{tmp_path}/own.py:build", preset="qwen3-4B")
+    wrong = right.model_copy(update={"preset": "qwen3-8B"})
+    with pytest.raises(ConfigError, match=r"model\.preset = 'qwen3-8B' .*hidden_size is 4096 in"):
+        prepare_model(objects, "x", wrong, 0, tmp_path / "first")
+    prepare_model(objects, "x", right, 0, scratch)
+    # It is named when the model is there already, too, as in a run that goes on.
+    with pytest.raises(ConfigError, match=r"hidden_size is 4096 in the preset and 2560"):
+        check_in_place(objects, "x", wrong, scratch)
+    check_in_place(objects, "x", right, scratch)
 
 
 def test_what_is_not_known_is_refused(tmp_path: Path) -> None:
