@@ -13,26 +13,22 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from rlcore.conversion.folder import whole_folder, write_digests
-from rlcore.conversion.safetensors import TORCH_NAMES, Entry, write_shards
+from rlcore.conversion.safetensors import SAFETENSORS_NAMES, TORCH_NAMES, Entry, write_shards
 from rlcore.conversion.sources import HfFolder, Weights
 from rlcore.conversion.torch_dist import TorchDist, TorchDistWriter, checkpoint_folder
-from rlcore.conversion.trainer_state import TrainerState, WithBuffers
+from rlcore.conversion.trainer_state import BUFFERS, TrainerState, WithBuffers
 from rlcore.errors import ConfigError, DataError
 from rlcore.models.hf_config import read_hf_config
-from rlcore.models.tensors import tensors
+from rlcore.models.tensors import TensorSpec, tensors
 from rlcore.train.trainer import DType
 from rlcore.weights.export import copy_small_files
 from rlcore.weights.megatron import rules
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
-
-SAFETENSORS_NAMES = {torch_name: name for name, torch_name in TORCH_NAMES.items()}
-CONFIG_TYPES: dict[str, DType] = {"F32": "float32", "BF16": "bfloat16"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,16 +107,7 @@ def torch_dist_to_hf(
     if folder is None:
         raise DataError(f"{source} holds no torch_dist checkpoint")
     stored = TorchDist(folder, arch)
-    own = {
-        spec.name: str(stored.dtype(rule)).removeprefix("torch.")
-        for rule in rules(arch)
-        for spec in rule.hf
-    }
-    entries = [
-        Entry(spec.name, spec.shape, _stored_type(spec.name, own[spec.name], dtype))
-        for rule in rules(arch)
-        for spec in rule.hf
-    ]
+    entries = [_entry(spec, stored.dtype(rule), dtype) for rule in rules(arch) for spec in rule.hf]
 
     def each() -> Iterator[tuple[str, Tensor]]:
         for rule in rules(arch):
@@ -145,10 +132,7 @@ def state_to_hf(state: Path, target: Path, model: Path, dtype: DType | None = No
     begun = time.monotonic()
     arch = read_hf_config(model)
     weights = Weights(arch, WithBuffers(TrainerState(state), HfFolder(model)))
-    entries = [
-        Entry(spec.name, spec.shape, _stored_type(spec.name, _name(weights, spec.name), dtype))
-        for spec in tensors(arch)
-    ]
+    entries = [_entry(spec, weights.dtype(spec.name), dtype) for spec in tensors(arch)]
 
     def each() -> Iterator[tuple[str, Tensor]]:
         for entry in entries:
@@ -157,14 +141,13 @@ def state_to_hf(state: Path, target: Path, model: Path, dtype: DType | None = No
     return _write_hf(state, target, model, entries, each, begun, weights.left_out)
 
 
-def _name(weights: Weights, name: str) -> str:
-    return TORCH_NAMES[weights.dtype(name)]
-
-
-def _stored_type(name: str, torch_name: str, asked: DType | None) -> str:
-    """The type that a tensor is written in; biases of routers keep theirs."""
-    keeps = asked is None or name.endswith(".e_score_correction_bias")
-    return SAFETENSORS_NAMES[torch_name if keeps or asked is None else asked]
+def _entry(spec: TensorSpec, stored: str, asked: DType | None) -> Entry:
+    """What a tensor is written as; biases of routers keep their type."""
+    if stored not in TORCH_NAMES:
+        raise DataError(f"{spec.name} has numbers of type {stored}, which are not converted")
+    if asked is None or spec.name.endswith(BUFFERS):
+        return Entry(spec.name, spec.shape, stored)
+    return Entry(spec.name, spec.shape, SAFETENSORS_NAMES[asked])
 
 
 def _write_hf(
@@ -177,19 +160,14 @@ def _write_hf(
     left_out: Sequence[str],
 ) -> Conversion:
     """Stream tensors into a Hugging Face folder."""
-    types = {entry.name: _torch_type(entry.dtype) for entry in entries}
-    with whole_folder(target) as staging:
-        copy_small_files(model, staging, CONFIG_TYPES[entries[0].dtype])
-        cast = ((name, tensor.to(types[name])) for name, tensor in each())
-        write_shards(staging, entries, cast)
-        return _done(source, target, staging, "huggingface", len(entries), begun, left_out)
-
-
-def _torch_type(name: str) -> torch.dtype:
     import torch
 
-    dtype: torch.dtype = getattr(torch, TORCH_NAMES[name])
-    return dtype
+    types = {entry.name: TORCH_NAMES[entry.dtype] for entry in entries}
+    with whole_folder(target) as staging:
+        copy_small_files(model, staging, cast(DType, types[entries[0].name]))
+        typed = ((name, tensor.to(getattr(torch, types[name]))) for name, tensor in each())
+        write_shards(staging, entries, typed)
+        return _done(source, target, staging, "huggingface", len(entries), begun, left_out)
 
 
 def _done(

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
 TORCH_NAMES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 """Names of types in safetensors, and torch's."""
+SAFETENSORS_NAMES = {torch_name: name for name, torch_name in TORCH_NAMES.items()}
 ALIGN = 8
 
 

@@ -18,12 +18,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlcore.conversion.safetensors import SAFETENSORS_NAMES
 from rlcore.errors import DataError
 from rlcore.models.architecture import Architecture
 from rlcore.weights.megatron import EXPERT, LAYERS, Rule, rules
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -101,10 +101,11 @@ class TorchDist:
             return None
         return f"{rule.megatron} is missing"
 
-    def dtype(self, rule: Rule) -> torch.dtype:
-        """The type of a tensor's numbers."""
-        found: torch.dtype = self._tensors[self._places[rule.megatron][0]].properties.dtype
-        return found
+    def dtype(self, rule: Rule) -> str:
+        """The type of a tensor's numbers, as safetensors writes it."""
+        found = str(self._tensors[self._places[rule.megatron][0]].properties.dtype)
+        name = found.removeprefix("torch.")
+        return SAFETENSORS_NAMES.get(name, name)
 
     def read(self, rule: Rule) -> Tensor:
         """One tensor, whole, with Megatron's rows of padding.

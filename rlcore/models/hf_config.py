@@ -39,12 +39,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 """What a family's configs may leave unsaid."""
 SAME_AS = {"kimi_k2": "deepseek_v3"}
 """Families that are another one under a name of their own."""
-OTHER_NAMES = {
-    "num_experts": ("n_routed_experts", "num_local_experts"),
-    "scoring_func": ("moe_router_score_function",),
-    "n_group": ("num_expert_group",),
-    "topk_group": ("topk_group_limit",),
-}
+OTHER_NAMES = {"num_experts": ("n_routed_experts", "num_local_experts")}
 """Other names of fields of `Architecture`."""
 WHERE_EXPERTS_ARE_ALL = frozenset({"minimax_m2"})
 """Families that call the width of an expert `intermediate_size` and have no dense layer."""

@@ -6,7 +6,7 @@ of FSDP2, which shards parameters, gradients and optimizer evenly over all ranks
 """
 
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, prod
 
 from rlcore.models.architecture import Architecture
 from rlcore.models.tensors import layer_tensors, size_of
@@ -132,7 +132,7 @@ def memory(arch: Architecture, work: Work) -> dict[str, float]:
     own = size_of(arch).parameters / work.ranks
     models = 2 if work.critic else 1
     largest = max(
-        sum(_count(spec.shape) for spec in layer_tensors(arch, layer, ""))
+        sum(prod(spec.shape) for spec in layer_tensors(arch, layer, ""))
         for layer in (0, arch.num_hidden_layers - 1)
     )
     outer = arch.vocab_size * arch.hidden_size * (1 if arch.tie_word_embeddings else 2)
@@ -199,10 +199,3 @@ def _traffic(parameters: int, work: Work) -> float:
     """
     others = (work.ranks - 1) / work.ranks
     return parameters * others * (2 * work.bytes_of_numbers + GRADIENT)
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    out = 1
-    for n in shape:
-        out *= n
-    return out
