@@ -15,6 +15,7 @@ Invariants:
 import asyncio
 import copy
 import hashlib
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -190,11 +191,15 @@ class Generator:
         for execution, earlier in zip(made, before, strict=True):
             for sample in execution:
                 _check_version(sample, earlier, version, self.pool)
+        what = f"{SETTING} = {self._path!r}" if self._path else "a row's generate function"
+        check_distinct([s for execution in made for s in execution], what)
         parts = dict(zip(todo, made, strict=True))
         done = [(k, s) for k, sample in enumerate(samples) for s in parts.get(k, [sample])]
         if not self._hooks:
             return [sample for _, sample in done]
-        return await all_of(self._hooked(sample, k in were_open) for k, sample in done)
+        hooked = await all_of(self._hooked(sample, k in were_open) for k, sample in done)
+        check_distinct(hooked, HOOKS)
+        return hooked
 
     async def _hooked(self, sample: Sample, was_open: bool) -> Sample:
         """A sample after the hooks, if it has become whole."""
@@ -312,11 +317,11 @@ class Generator:
         for sample in several:
             if not isinstance(sample, Sample):
                 raise PluginError(f"{what} returned a {type(sample).__name__}, not a Sample")
-        if not several or len({id(sample) for sample in several}) < len(several):
+        if not several:
             raise PluginError(
-                f"{what} returned {'one sample twice' if several else 'no sample'} for sample "
-                f"{origin.index}; return one or more, each an object of its own"
+                f"{what} returned no sample for sample {origin.index}; return one or more"
             )
+        check_distinct(several, what)
         join_execution(several, identity_of(origin))
         for sample in several:
             check_made(sample, what, self.pool.limits.vocab_size)
@@ -361,14 +366,34 @@ def added(counts: dict[str, Any], more: dict[str, int]) -> dict[str, Any]:
     return counts | {name: counts.get(name, 0) + count for name, count in more.items()}
 
 
+def check_distinct(samples: Sequence[Sample], what: str) -> None:
+    """Each sample is an object of its own: one in two places would be stored as the last of them.
+
+    Raises:
+        PluginError: naming the function and the sample.
+    """
+    seen: set[int] = set()
+    for sample in samples:
+        if id(sample) in seen:
+            raise PluginError(
+                f"{what} returned one object as two samples (of prompt {sample.prompt_id}); each "
+                "sample must be an object of its own, such as copy.deepcopy makes"
+            )
+        seen.add(id(sample))
+
+
 def check_made(sample: Sample, what: str, vocab_size: int) -> None:
     """See that what a custom function made can be stored and trained on.
 
     Raises:
         DataError, PluginError: naming the function and the sample.
     """
-    sample.validate()
     where = f"{what} returned sample {sample.index}"
+    _check_numbers(sample, where)
+    try:
+        sample.validate()
+    except DataError as error:
+        raise DataError(f"{what}: {error}") from None
     if sample.status == Status.PENDING:
         raise PluginError(
             f"{where} with status pending; set completed, truncated, aborted or failed"
@@ -377,6 +402,23 @@ def check_made(sample: Sample, what: str, vocab_size: int) -> None:
         raise PluginError(f"{where} as {sample.status} but without response tokens")
     if sample.tokens and not 0 <= min(sample.tokens) <= max(sample.tokens) < vocab_size:
         raise PluginError(f"{where} with token ids outside the vocabulary of {vocab_size}")
+
+
+def _check_numbers(sample: Sample, where: str) -> None:
+    for name, wanted, fits in (
+        ("tokens", "token ids", lambda value: hasattr(value, "__index__")),
+        ("loss_mask", "0 and 1", lambda value: value in (0, 1)),
+        ("rollout_log_probs", "finite numbers", math.isfinite),
+    ):
+        values = getattr(sample, name)
+        if values is None and name != "tokens":
+            continue
+        try:
+            good = isinstance(values, list) and all(map(fits, values))
+        except (TypeError, ValueError):
+            good = False
+        if not good:
+            raise PluginError(f"{where} with {name} that is no list of {wanted}: {values!r:.80}")
 
 
 def _check_version(

@@ -21,7 +21,7 @@ from rlcore.rollout.buffer import Group
 from rlcore.rollout.collect import Collected, Judged
 from rlcore.rollout.evaluate import set_score
 from rlcore.rollout.filters import Verdict
-from rlcore.rollout.generate import OPEN, GenerateArgs, Generator, check_made
+from rlcore.rollout.generate import OPEN, GenerateArgs, Generator, check_distinct, check_made
 from rlcore.rollout.groups import Identity, identity_of, join_execution, split_executions
 from rlcore.rollout.supply import Picked, Supply
 from rlcore.sample import Sample
@@ -200,7 +200,13 @@ class Hooks:
                 source.is_open = False
                 groups, more = [*found.taken, *found.dropped], [source]
             copies = [_scored(group, found.judged[group.place]) for group in groups]
-            await asyncio.to_thread(_call, what, function, self._args, copies, *more)
+            shown = [list(seen) for seen in copies]
+            await asyncio.to_thread(_call, what, function, self._args, shown, *more)
+            if {id(s) for seen in shown for s in seen} != {id(s) for seen in copies for s in seen}:
+                raise PluginError(
+                    f"{what} took samples out of the lists that it was given, or put others in; "
+                    "set remove_sample of what is not to be trained on"
+                )
             for group, seen in zip(groups, copies, strict=True):
                 for sample, copy in zip(group.samples, seen, strict=True):
                     sample.remove_sample = bool(copy.remove_sample)
@@ -230,12 +236,22 @@ class Hooks:
             count = f"{len(groups)} groups" if isinstance(groups, list) else type(groups).__name__
             raise PluginError(f"{what} returned {count}; a batch is a list of {want} groups")
         taken = [source.known(samples) for samples in groups]
+        check_distinct([s for group in taken for s in group.samples], what)
         for sample in (s for group in taken for s in group.samples):
             check_made(sample, what, args.limits.vocab_size)
         lost = list(source.given.values())
         judged = {group.place: Judged([], Verdict(False, NOT_USED)) for group in lost}
         found = Collected(taken, source.back, lost, judged)
-        return Made(found, {str(k): float(v) for k, v in (metrics or {}).items()})
+        return Made(found, _numbers(metrics or {}, what))
+
+
+def _numbers(metrics: Any, what: str) -> dict[str, float]:
+    try:
+        return {str(name): float(value) for name, value in metrics.items()}
+    except (AttributeError, TypeError, ValueError) as error:
+        raise PluginError(
+            f"{what}: its metrics must be a dict of numbers, not {metrics!r:.80}"
+        ) from error
 
 
 def _scored(group: Group, judged: Judged) -> Samples:

@@ -20,7 +20,7 @@ from rlcore.config.tree import (
     RolloutConfig,
 )
 from rlcore.engine.launch import EngineProcess
-from rlcore.errors import PluginError
+from rlcore.errors import DataError, PluginError
 from rlcore.rollout.generate import Generator
 from rlcore.rollout.groups import split_executions, split_groups
 from rlcore.rollout.limits import Limits
@@ -36,9 +36,12 @@ import json
 import pathlib
 from copy import deepcopy
 
+import numpy as np
+
 from rlcore.rollout.generate import apply_result
 from rlcore.sample import Status
 
+KEPT = []
 SEEN = pathlib.Path(__file__).with_name("seen")
 
 def several(seed):
@@ -66,6 +69,28 @@ async def nothing(args, sample, sampling_params):
 async def twice(args, sample, sampling_params):
     apply_result(sample, await args.generate(sample.tokens, sampling_params))
     return [sample, sample]
+
+async def keeps(args, sample, sampling_params):
+    KEPT.append((await twice(args, sample, sampling_params))[0])
+    return KEPT[0]
+
+def answers(sample, **fields):
+    sample.tokens, sample.response_length, sample.status = [3, 4, 5, 6], 2, Status.COMPLETED
+    for name, value in fields.items():
+        setattr(sample, name, value)
+    return sample
+
+async def half_a_mask(args, sample, sampling_params):
+    return answers(sample, loss_mask=[1, 0.5])
+
+async def short_mask(args, sample, sampling_params):
+    return answers(sample, loss_mask=[1])
+
+async def no_number(args, sample, sampling_params):
+    return answers(sample, rollout_log_probs=[float("nan"), 0.0])
+
+async def an_array(args, sample, sampling_params):
+    return answers(sample, tokens=np.array([3, 4, 5, 6]))
 
 async def cut(args, sample, sampling_params):
     sample.metadata["touched"] = True
@@ -231,13 +256,21 @@ async def test_a_real_engine_gives_the_same_samples_again(
 
 @pytest.mark.parametrize(
     ("name", "fault"),
-    [("nothing", "returned no sample for sample"), ("twice", "returned one sample twice for sam")],
+    [
+        ("nothing", "returned no sample for sample"),
+        ("twice", "returned one object as two samples"),
+        ("keeps", "keeps' returned one object as two samples"),
+        ("half_a_mask", "half_a_mask' returned sample . with loss_mask that is no list of 0 and 1"),
+        ("short_mask", "short_mask': sample .: loss_mask has 1 entries for 2 response tokens"),
+        ("no_number", "with rollout_log_probs that is no list of finite numbers: .nan"),
+        ("an_array", "with tokens that is no list of token ids: array"),
+    ],
 )
 async def test_what_is_no_list_of_samples_is_named(
     plan: RolloutPlan, servers: list[Any], tmp_path: Path, name: str, fault: str
 ) -> None:
     own = rollout(tmp_path, custom_generate_function_path=name)
-    with pytest.raises(PluginError, match=fault):
+    with pytest.raises((DataError, PluginError), match=fault):
         await run(replace(plan, rollout=own), [s.url for s in servers])
 
 

@@ -40,6 +40,7 @@ from types import SimpleNamespace
 from rlcore.rollout.generate import apply_result
 from rlcore.sample import Status
 
+KEPT = []
 SEEN = pathlib.Path(__file__).with_name("seen")
 
 def reward(args, sample, **kwargs):
@@ -98,6 +99,26 @@ async def puts_another(args, sample):
     await asyncio.sleep(0)
     return replace(sample, index=99, seed=1, prompt_id="x", loss_mask=[0] * sample.response_length,
                    metadata=sample.metadata | {"then": "another"})
+
+def first_again(args, sample):
+    KEPT.append(sample)
+    return KEPT[0]
+
+def cuts_the_mask(args, sample):
+    sample.loss_mask = [0]
+
+def sorts_and_marks(args, groups):
+    for group in groups:
+        group.sort(key=lambda s: -s.reward)
+    groups.reverse()
+    mark(args, groups)
+
+def takes_out(args, groups):
+    groups[0].pop()
+
+async def words(args, rollout_id, data_source):
+    return SimpleNamespace(samples=(await batch(args, rollout_id, data_source)).samples,
+                           metrics={"mine": "three"})
 
 def returns_text(args, sample, **kwargs):
     assert not kwargs
@@ -183,6 +204,19 @@ async def test_a_sample_filter_marks_what_is_not_trained_on(
     ]
 
 
+async def test_a_filter_s_marks_stay_with_the_samples_that_it_marked(
+    plan: RolloutPlan, servers: list[Any], tmp_path: Path
+) -> None:
+    hooked = rollout(tmp_path, rollout_sample_filter_path="sorts_and_marks")
+    samples = samples_of(plan, (await run(replace(plan, rollout=hooked), servers)).files)
+    for group in split_groups(samples):
+        rewards = [float((s.seed or 0) % 2) for s in group]
+        assert [s.remove_sample for s in group] == [r == max(rewards) for r in rewards]
+    taken = rollout(tmp_path, rollout_sample_filter_path="takes_out")
+    with pytest.raises(PluginError, match=r"took samples out of the lists .* remove_sample"):
+        await run(replace(plan, root=plan.root + "2", rollout=taken), servers)
+
+
 async def test_nothing_is_drawn_for_a_batch_that_is_complete(
     plan: RolloutPlan, servers: list[Any], tmp_path: Path
 ) -> None:
@@ -221,7 +255,11 @@ async def test_a_rollout_function_makes_the_batch_and_every_prompt_is_accounted_
 
 @pytest.mark.parametrize(
     ("name", "fault"),
-    [("short", "returned 1 groups; a batch is a list of 4"), ("pending", "with status pending")],
+    [
+        ("short", "returned 1 groups; a batch is a list of 4"),
+        ("pending", "with status pending"),
+        ("words", "words': its metrics must be a dict of numbers, not {'mine': 'three'}"),
+    ],
 )
 async def test_a_rollout_function_that_makes_no_batch_is_named(
     plan: RolloutPlan, servers: list[Any], tmp_path: Path, name: str, fault: str
@@ -300,6 +338,8 @@ async def test_hooks_are_told_of_an_evaluation(
     ("name", "fault"),
     [
         ("returns_text", r"sample_hook_paths\[1\] = '.*:returns_text' returned a str on sample 0 "),
+        ("first_again", "sample_hook_paths returned one object as two samples"),
+        ("cuts_the_mask", r"sample_hook_paths: sample \d: loss_mask has 1 entries for"),
         ("raises", r"sample_hook_paths\[1\] = '.*:raises' raised KeyError: 'mine' on sample 0 "),
     ],
 )
@@ -307,7 +347,7 @@ async def test_a_hook_that_gives_no_sample_is_named(
     plan: RolloutPlan, servers: list[Any], tmp_path: Path, name: str, fault: str
 ) -> None:
     own = rollout(tmp_path, **hooks(tmp_path, "says_where", name))
-    with pytest.raises(PluginError, match=fault):
+    with pytest.raises((DataError, PluginError), match=fault):
         await run(replace(plan, rollout=own), servers)
 
 
