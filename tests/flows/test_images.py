@@ -52,7 +52,7 @@ def test_a_run_with_pictures_survives_a_kill(sluice: Sluice, tmp_path: Path) -> 
         return Manifest.from_bytes(objects.get(key), key)
 
     for i in range(ITERATIONS):
-        assert manifest(i, "train").metrics["train_rollout_logprob_abs_diff_max"] < 1e-4
+        assert manifest(i, "train").metrics["train/train_rollout_logprob_abs_diff_max"] < 1e-4
     for sample in table_to_samples(read_parts(objects, manifest(1, "rollout").files)):
         [image] = (sample.multimodal_inputs or {})["image"]
         assert open_image(image).size == (32, 32)
