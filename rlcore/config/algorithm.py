@@ -26,6 +26,10 @@ WITHOUT_POLICY_LOSS = (
     "use_rollout_logprobs",
     "max_logprob_gap",
     "true_on_policy_mode",
+    "custom_reward_post_process_path",
+    "custom_advantage_function_path",
+    "custom_pg_loss_reducer_function_path",
+    "custom_loss_function_path",
 )
 """Settings that could have no effect where demonstrations are learned."""
 REINFORCE = frozenset({"reinforce_plus_plus", "reinforce_plus_plus_baseline"})

@@ -6,11 +6,32 @@ Invariant: what an evaluation's data set does not say is as the run's own settin
 # pydantic copies defaults, which ruff does not know of a section's base in another file.
 # ruff: noqa: RUF012
 
+import difflib
 from typing import Annotated
 
 from pydantic import ConfigDict, Field, model_validator
 
 from rlcore.config.section import FilePath, FunctionPath, PositiveInt, Scalar, Section
+
+KINDS = ("image", "video", "audio")
+"""Kinds of media that a prompt may have a place for."""
+
+
+def check_kinds(setting: str, keys: dict[str, str] | None) -> None:
+    """Media are of kinds that prompts have places for, and in columns that have a name.
+
+    Raises:
+        ValueError: naming the setting, and the nearest kind.
+    """
+    for kind, column in (keys or {}).items():
+        if kind not in KINDS:
+            near = difflib.get_close_matches(kind, KINDS, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ValueError(
+                f"{setting}.{kind} = {column!r}: kinds of media are {', '.join(KINDS)}{hint}"
+            )
+        if not column:
+            raise ValueError(f"{setting}.{kind} is empty; it names the column, or remove it")
 
 
 class MixedSet(Section):
@@ -71,6 +92,11 @@ class DataConfig(Section):
     """Column with a row's own generate function, by name; rows may lack it."""
     custom_rm_key: str | None = None
     """Column with a row's own reward function, by name; rows may lack it."""
+
+    @model_validator(mode="after")
+    def _media_are_known(self) -> "DataConfig":
+        check_kinds("data.multimodal_keys", self.multimodal_keys)
+        return self
 
     def files(self) -> list["DataConfig"]:
         """A section for each file, how it is read included."""
@@ -139,6 +165,11 @@ class EvalDataset(Section):
     """Leave out prompts of more tokens than this. Default: none."""
     pass_threshold: float = 1.0
     """Smallest reward that counts as solved in pass@k."""
+
+    @model_validator(mode="after")
+    def _media_are_known(self) -> "EvalDataset":
+        check_kinds(f"multimodal_keys of eval.datasets {self.name!r}", self.multimodal_keys)
+        return self
 
     def data(self, train: DataConfig) -> DataConfig:
         """How to read it: as the training data, but for what it says itself."""

@@ -47,6 +47,11 @@ FOR_GENERATING = (
     ("rollout", "custom_generate_function_path"),
     ("rollout", "sample_hook_paths"),
     ("rollout", "over_sampling_batch_size"),
+    ("rollout", "data_source_path"),
+    ("rollout", "buffer_filter_path"),
+    ("rollout", "rollout_sample_filter_path"),
+    ("rollout", "rollout_all_samples_process_path"),
+    ("weights", "custom_update_weight_post_write_path"),
     ("filter", "dynamic_sampling_filter_path"),
     ("data", "max_prompt_len"),
 )
@@ -367,8 +372,13 @@ class RunConfig(Section):
         if chosen == "nonzero_std_with_fallback" and (begun or 0) <= want:
             raise ValueError(
                 "filter.dynamic_sampling_filter_path = 'nonzero_std_with_fallback' drops only what "
-                "over-sampling can replace: set rollout.over_sampling_batch_size above "
-                f"rollout.rollout_batch_size = {want}, or use 'nonzero_std'"
+                "over-sampling can replace: "
+                + (
+                    "run.mode = 'fully-async' has none; use 'nonzero_std'"
+                    if self.is_fully_async
+                    else "set rollout.over_sampling_batch_size above "
+                    f"rollout.rollout_batch_size = {want}, or use 'nonzero_std'"
+                )
             )
         return self
 

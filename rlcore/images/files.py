@@ -25,6 +25,8 @@ KIND = "image"
 """The kind of media that engines are given."""
 _KEYS = ("bytes", "image", "image_url", "path", "url", "base64")
 """Where an object holds its image, the likeliest first."""
+_JPEG_SCAN, _JPEG_END = b"\xff\xda", b"\xff\xd9"
+"""Marks before the pixels of a JPEG, and behind them; neither is among them."""
 _TYPES = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp", "GIF": "image/gif"}
 
 
@@ -53,7 +55,7 @@ def read_image(item: Any, folder: Path | None) -> dict[str, Any]:
         raise DataError(f"{item!r:.80} is on a network; download it and give its path")
     if folder is not None:
         name = unquote(item.removeprefix("file://")) if item.startswith("file://") else item
-        if found := _read(folder / name):
+        if (found := _read(folder / name)) is not None:
             return {"bytes": found, "path": item}
         where = f"{item!r:.80} is neither a file in {folder} nor base64"
         return {"bytes": _decoded(item, where), "path": None}
@@ -61,16 +63,22 @@ def read_image(item: Any, folder: Path | None) -> dict[str, Any]:
 
 
 def check_image(image: Mapping[str, Any]) -> None:
-    """See that an image that `read_image` gave is one, without decoding its pixels.
+    """See that an image that `read_image` gave is one, and whole.
+
+    PNG has checksums, and a JPEG that is whole ends with a mark: their pixels need not be decoded.
 
     Raises:
         DataError: it is of no known format, or broken.
     """
     from PIL import Image
 
+    data = image["bytes"]
     try:
-        with Image.open(io.BytesIO(image["bytes"])) as opened:
-            opened.verify()
+        with Image.open(io.BytesIO(data)) as opened:
+            if opened.format == "PNG":
+                opened.verify()
+            elif opened.format != "JPEG" or data.rfind(_JPEG_END) < data.rfind(_JPEG_SCAN):
+                opened.load()
     except Exception as error:
         # Readers of broken files raise what they like.
         raise _broken(image, error) from error
@@ -147,5 +155,13 @@ def _decoded(text: str, fault: str) -> bytes:
 
 
 def _broken(image: Mapping[str, Any], error: Exception) -> DataError:
-    name = image.get("path") or f"of {len(image['bytes'])} bytes"
-    return DataError(f"image {name} is broken, or of no known format: {error}")
+    from PIL import UnidentifiedImageError
+
+    size = len(image["bytes"])
+    name = image.get("path") or f"of {size} bytes"
+    if not size:
+        return DataError(f"image {name} is empty")
+    if isinstance(error, UnidentifiedImageError):
+        # Its own words name an object of Python's.
+        return DataError(f"image {name} is broken, or of no known format")
+    return DataError(f"image {name} is broken: {error}")

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from rlcore.errors import ConfigError
+from rlcore.errors import ConfigError, DataError
 from rlcore.images.files import open_image
 from rlcore.images.layout import Ids, Pixels, SequenceImages, expand, lay_out
 
@@ -90,7 +90,10 @@ class ImageProcessor:
         counts = []
         for image in images:
             width, height = open_image(image).size
-            patches = self._processor.get_number_of_image_patches(height, width, {})
+            try:
+                patches = self._processor.get_number_of_image_patches(height, width, {})
+            except ValueError as error:
+                raise self._refused(image, f"{width} x {height}", error) from None
             counts.append(patches // self.merge**2)
         return expand(ids, counts, self.token)
 
@@ -100,11 +103,20 @@ class ImageProcessor:
         Raises:
             DataError: an image is broken.
         """
-        made = self._processor([open_image(image) for image in images], return_tensors="pt")
+        opened = [open_image(image) for image in images]
+        try:
+            made = self._processor(opened, return_tensors="pt")
+        except ValueError as error:
+            sizes = ", ".join("{} x {}".format(*image.size) for image in opened)
+            raise self._refused(images[0], sizes, error) from None
         return Pixels(
             made["pixel_values"].numpy().astype(np.float32, copy=False),
             made["image_grid_thw"].numpy().astype(np.int64, copy=False),
         )
+
+    def _refused(self, image: Mapping[str, Any], size: str, error: ValueError) -> DataError:
+        name = image.get("path") or f"of {len(image['bytes'])} bytes"
+        return DataError(f"the model's image processor refuses image {name} ({size}): {error}")
 
     def lay_out(self, ids: Ids, pixels: Pixels, prompt: int | None = None) -> SequenceImages:
         """Patches at their places in a sequence; see `rlcore.images.layout.lay_out`."""

@@ -87,6 +87,31 @@ def test_learning_a_data_set_needs_no_reward() -> None:
             {"rollout": SFT["rollout"] | {"over_sampling_batch_size": 512}},
             "rollout.over_sampling_batch_size is set, but run.mode = 'sft' generates nothing",
         ),
+        *(
+            ({"rollout": SFT["rollout"] | {key: "mine:f"}}, f"rollout.{key} is set, .* generates")
+            for key in (
+                "data_source_path",
+                "buffer_filter_path",
+                "rollout_sample_filter_path",
+                "rollout_all_samples_process_path",
+            )
+        ),
+        *(
+            (
+                {"algorithm": {"loss_type": "sft_loss", key: "mine:f"}},
+                f"algorithm.{key} = 'mine:f' is about the policy loss",
+            )
+            for key in (
+                "custom_reward_post_process_path",
+                "custom_advantage_function_path",
+                "custom_pg_loss_reducer_function_path",
+                "custom_loss_function_path",
+            )
+        ),
+        (
+            {"weights": {"custom_update_weight_post_write_path": "mine:f"}},
+            "weights.custom_update_weight_post_write_path is set, .* generates nothing",
+        ),
         (
             {"algorithm": {"loss_type": "sft_loss", "use_kl_loss": True}},
             "algorithm.use_kl_loss = True is about the policy loss",

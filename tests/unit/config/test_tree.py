@@ -1,6 +1,7 @@
 """The strict tree: what is refused, in which words, and what follows from the settings."""
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -297,3 +298,25 @@ def test_the_schema_is_plain_json_and_closed() -> None:
 def test_a_configuration_survives_json() -> None:
     config = build_config(tree(eval={"datasets": [{"name": "a", "path": "/a"}]}, run={"id": "r1"}))
     assert build_config(json.loads(config.model_dump_json())) == config
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"images": "pics"}, "images = 'pics': kinds of media are image, .* did you mean image?"),
+        ({"picture": "p"}, "picture = 'p': kinds of media are image, video, audio"),
+        ({"image": ""}, "image is empty; it names the column"),
+    ],
+)
+def test_a_kind_of_media_that_nothing_looks_for_is_refused(keys: dict[str, str], said: str) -> None:
+    assert re.search(rf"data\.multimodal_keys\.{said}", refused(data={"multimodal_keys": keys}))
+    held_out = {"name": "a", "path": "/a", "multimodal_keys": keys}
+    text = refused(eval={"datasets": [held_out]})
+    assert re.search(rf"multimodal_keys of eval\.datasets 'a'\.{said}", text)
+
+
+def test_a_filter_with_a_fallback_is_not_sent_to_what_its_mode_refuses() -> None:
+    chosen = {"dynamic_sampling_filter_path": "nonzero_std_with_fallback"}
+    assert "set rollout.over_sampling_batch_size" in refused(filter=chosen)
+    text = refused(filter=chosen, run={"mode": "fully-async"})
+    assert "'fully-async' has none; use 'nonzero_std'" in text

@@ -1,10 +1,12 @@
 """Images as rows may give them, and what is no image."""
 
 import base64
+import io
 from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 from vision_models import picture
 
 from rlcore.errors import DataError
@@ -65,6 +67,8 @@ def test_what_is_no_image_is_told(tmp_path: Path, item: Any, fault: str) -> None
 def test_a_broken_image_is_told() -> None:
     with pytest.raises(DataError, match=r"image a\.txt is broken, or of no known format"):
         check_image({"bytes": b"text", "path": "a.txt"})
+    with pytest.raises(DataError, match=r"image a\.txt is empty"):
+        check_image({"bytes": b"", "path": "a.txt"})
     cut = {"bytes": PNG[:-30], "path": None}
     with pytest.raises(DataError, match=r"of \d+ bytes is broken"):
         open_image(cut)
@@ -72,6 +76,25 @@ def test_a_broken_image_is_told() -> None:
         DataError, match=r"holds 'a\.png'; an item must have the image file's bytes"
     ):
         images_of({"image": ["a.png"]})
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF"])
+def test_an_image_that_was_cut_is_told_before_its_pixels_are_needed(kind: str) -> None:
+    whole = io.BytesIO()
+    Image.effect_noise((90, 60), 50).convert("RGB").save(whole, kind)
+    data = whole.getvalue()
+    check_image({"bytes": data, "path": None})
+    # Some cameras put more behind the end.
+    check_image({"bytes": data + b"\0" * 20, "path": None})
+    for size in (len(data) // 2, len(data) - 60):
+        with pytest.raises(DataError, match="is broken"):
+            check_image({"bytes": data[:size], "path": None})
+
+
+def test_a_file_without_bytes_is_no_missing_one(tmp_path: Path) -> None:
+    (tmp_path / "a.png").touch()
+    with pytest.raises(DataError, match=r"image a\.png is empty"):
+        check_image(read_image("a.png", tmp_path))
 
 
 def test_a_path_needs_a_folder() -> None:

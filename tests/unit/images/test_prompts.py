@@ -1,6 +1,7 @@
 """From rows with images to prompts whose tokens have places for them."""
 
 import base64
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from PIL import Image
 from vision_models import picture
 
 from rlcore.config.tree import DataConfig
@@ -60,6 +62,21 @@ def test_a_prompt_has_a_place_for_each_feature(
     assert other.sample().multimodal_inputs is None and images.token not in (other.tokens or [])
     # The data set itself holds no pictures.
     assert data.prompts[0].media == {"image": rows[0]["pics"]}
+
+
+def test_an_image_that_the_model_refuses_is_told_with_its_row(
+    tmp_path: Path, model_folder: Path, tokenizer: Any
+) -> None:
+    thin = io.BytesIO()
+    Image.new("RGB", (1, 300)).save(thin, "PNG")
+    (tmp_path / "thin.png").write_bytes(thin.getvalue())
+    path = lines(tmp_path / "d.jsonl", [{"prompt": "<image>", "pics": "thin.png"}])
+    images = ImageProcessor(model_folder)
+    data = load_dataset(config(path), lambda: tokenizer, get_images=lambda: images)
+    with pytest.raises(DataError, match=r"row 0: .* refuses image thin\.png \(1 x 300\): .*ratio"):
+        data.tokenized([0], tokenizer)
+    with pytest.raises(DataError, match=r"refuses image thin\.png \(1 x 300\)"):
+        images.pixels([{"bytes": thin.getvalue(), "path": "thin.png"}])
 
 
 def test_lengths_count_the_features(tmp_path: Path, model_folder: Path, tokenizer: Any) -> None:
