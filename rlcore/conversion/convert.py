@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 
 from rlcore.conversion.folder import whole_folder, write_digests
 from rlcore.conversion.safetensors import TORCH_NAMES, Entry, write_shards
-from rlcore.conversion.sources import HfFolder, Weights
+from rlcore.conversion.sources import HfFolder, Tensors, Weights
 from rlcore.conversion.torch_dist import TorchDist, TorchDistWriter, checkpoint_folder
-from rlcore.conversion.trainer_state import TrainerState, WithBuffers
+from rlcore.conversion.trainer_state import TrainerState, WithAdapters, WithBuffers
 from rlcore.errors import ConfigError, DataError
 from rlcore.models.hf_config import read_hf_config
 from rlcore.models.tensors import tensors
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SAFETENSORS_NAMES = {torch_name: name for name, torch_name in TORCH_NAMES.items()}
-CONFIG_TYPES: dict[str, DType] = {"F32": "float32", "BF16": "bfloat16"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +129,13 @@ def torch_dist_to_hf(
     return _write_hf(source, target, model, entries, each, begun, stored.left_out)
 
 
-def state_to_hf(state: Path, target: Path, model: Path, dtype: DType | None = None) -> Conversion:
+def state_to_hf(
+    state: Path,
+    target: Path,
+    model: Path,
+    dtype: DType | None = None,
+    lora_alpha: float | None = None,
+) -> Conversion:
     """A Hugging Face folder of an FSDP2 trainer's state.
 
     Args:
@@ -138,13 +143,20 @@ def state_to_hf(state: Path, target: Path, model: Path, dtype: DType | None = No
         target: must not exist.
         model: the Hugging Face folder that training began with.
         dtype: of the weights; None: float32, as they are stored.
+        lora_alpha: of the adapters that the state holds in place of weights; None: it has none.
 
     Raises:
         ConfigError, DataError: as `hf_to_torch_dist`.
     """
     begun = time.monotonic()
     arch = read_hf_config(model)
-    weights = Weights(arch, WithBuffers(TrainerState(state), HfFolder(model)))
+    held, begun_with = TrainerState(state), HfFolder(model)
+    stored: Tensors = (
+        WithBuffers(held, begun_with)
+        if lora_alpha is None
+        else WithAdapters(held, begun_with, lora_alpha)
+    )
+    weights = Weights(arch, stored)
     entries = [
         Entry(spec.name, spec.shape, _stored_type(spec.name, _name(weights, spec.name), dtype))
         for spec in tensors(arch)
@@ -179,7 +191,7 @@ def _write_hf(
     """Stream tensors into a Hugging Face folder."""
     types = {entry.name: _torch_type(entry.dtype) for entry in entries}
     with whole_folder(target) as staging:
-        copy_small_files(model, staging, CONFIG_TYPES[entries[0].dtype])
+        copy_small_files(model, staging, TORCH_NAMES[entries[0].dtype])
         cast = ((name, tensor.to(types[name])) for name, tensor in each())
         write_shards(staging, entries, cast)
         return _done(source, target, staging, "huggingface", len(entries), begun, left_out)
