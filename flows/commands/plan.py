@@ -87,7 +87,11 @@ def work_of(config: RunConfig) -> Work:
         bytes_of_numbers=2 if train.precision == "bfloat16" else 4,
         recomputes=train.gradient_checkpointing,
         frozen=int(algorithm.needs_reference) + bool(algorithm.opd_teacher_load),
+        shared=int(algorithm.needs_reference and config.model.lora_rank is not None),
         critic=algorithm.has_critic,
+        lora_rank=config.model.lora_rank,
+        lora_targets=tuple(config.model.lora_target_modules),
+        offloads=train.optimizer_cpu_offload,
         engine_share=share,
     )
 
@@ -120,6 +124,7 @@ def _show(found: Plan, work: Work, gpu: str, enough: int | None) -> None:
     if found.fits:
         return
     lower = "" if work.recomputes else "train.gradient_checkpointing = true, "
+    lower += "" if work.offloads else "train.optimizer_cpu_offload = true, "
     more = f"{enough} ranks, " if enough else ""
     out.print(
         f"[bold red]does not fit[/bold red]: {more}{lower}or a lower train.max_tokens_per_gpu "

@@ -13,13 +13,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from rlcore.conversion.folder import whole_folder, write_digests
 from rlcore.conversion.safetensors import SAFETENSORS_NAMES, TORCH_NAMES, Entry, write_shards
-from rlcore.conversion.sources import HfFolder, Weights
+from rlcore.conversion.sources import HfFolder, Tensors, Weights
 from rlcore.conversion.torch_dist import TorchDist, TorchDistWriter, checkpoint_folder
-from rlcore.conversion.trainer_state import BUFFERS, TrainerState, WithBuffers
+from rlcore.conversion.trainer_state import BUFFERS, TrainerState, WithAdapters, WithBuffers
 from rlcore.errors import ConfigError, DataError
 from rlcore.models.hf_config import read_hf_config
 from rlcore.models.tensors import TensorSpec, tensors
@@ -117,7 +117,13 @@ def torch_dist_to_hf(
     return _write_hf(source, target, model, entries, each, begun, stored.left_out)
 
 
-def state_to_hf(state: Path, target: Path, model: Path, dtype: DType | None = None) -> Conversion:
+def state_to_hf(
+    state: Path,
+    target: Path,
+    model: Path,
+    dtype: DType | None = None,
+    lora_alpha: float | None = None,
+) -> Conversion:
     """A Hugging Face folder of an FSDP2 trainer's state.
 
     Args:
@@ -125,13 +131,20 @@ def state_to_hf(state: Path, target: Path, model: Path, dtype: DType | None = No
         target: must not exist.
         model: the Hugging Face folder that training began with.
         dtype: of the weights; None: float32, as they are stored.
+        lora_alpha: of the adapters that the state holds in place of weights; None: it has none.
 
     Raises:
         ConfigError, DataError: as `hf_to_torch_dist`.
     """
     begun = time.monotonic()
     arch = read_hf_config(model)
-    weights = Weights(arch, WithBuffers(TrainerState(state), HfFolder(model)))
+    held, begun_with = TrainerState(state), HfFolder(model)
+    stored: Tensors = (
+        WithBuffers(held, begun_with)
+        if lora_alpha is None
+        else WithAdapters(held, begun_with, lora_alpha)
+    )
+    weights = Weights(arch, stored)
     entries = [_entry(spec, weights.dtype(spec.name), dtype) for spec in tensors(arch)]
 
     def each() -> Iterator[tuple[str, Tensor]]:
@@ -164,7 +177,7 @@ def _write_hf(
 
     types = {entry.name: TORCH_NAMES[entry.dtype] for entry in entries}
     with whole_folder(target) as staging:
-        copy_small_files(model, staging, cast(DType, types[entries[0].name]))
+        copy_small_files(model, staging, types[entries[0].name])
         typed = ((name, tensor.to(getattr(torch, types[name]))) for name, tensor in each())
         write_shards(staging, entries, typed)
         return _done(source, target, staging, "huggingface", len(entries), begun, left_out)

@@ -32,7 +32,10 @@ def whole_folder(target: Path) -> Iterator[Path]:
         raise ConfigError(f"{target} exists already; name a folder that does not, or remove it")
     staging = target.with_name(f".{target.name}.partial")
     shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir(parents=True)
+    try:
+        staging.mkdir(parents=True)
+    except OSError as error:
+        raise ConfigError(f"{target} cannot be written: {error.strerror}") from None
     try:
         yield staging
         _sync(staging)
@@ -49,6 +52,8 @@ def write_digests(folder: Path, about: dict[str, object]) -> str:
     Returns:
         The SHA-256 of that file, which stands for the whole folder.
     """
+    # The model's folder may be a conversion's own.
+    (folder / DIGESTS).unlink(missing_ok=True)
     files = {
         path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": digest(path)}
         for path in sorted(folder.rglob("*"))

@@ -40,7 +40,8 @@ def run_to_hf(
     at, state = find_state(store, iteration)
     prepare_model(store.objects, store.origin, config.model, config.run.seed, scratch)
     model = model_path(store.objects, store.origin, config.model, scratch)
-    return state_to_hf(state_folder(store, at, state, scratch), target, model, dtype)
+    alpha = None if config.model.lora_rank is None else config.model.lora_alpha
+    return state_to_hf(state_folder(store, at, state, scratch), target, model, dtype, alpha)
 
 
 def find_state(store: RunStore, iteration: int | None) -> tuple[int, dict[str, Any]]:

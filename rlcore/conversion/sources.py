@@ -83,7 +83,10 @@ def _weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a folder, those of its index if it has one."""
     index = folder / INDEX
     if index.is_file():
-        names = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
+        try:
+            names = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise DataError(f"{index} is no index of weights: {error!r}") from None
         missing = [name for name in names if not (folder / name).is_file()]
         if missing:
             raise DataError(f"{folder} lacks {', '.join(missing)}, which its {INDEX} names")

@@ -83,6 +83,34 @@ def _region(at: tuple[int | slice, ...], shape: tuple[int, ...]) -> Region:
     return tuple(whole)
 
 
+class WithAdapters:
+    """The model that training began with, and in it the updates of low rank that a state holds:
+    W + (alpha / rank) B A, in float32 as a trainer's own checkpoints.
+    """
+
+    def __init__(self, state: Tensors, model: Tensors, alpha: float) -> None:
+        self.where = state.where
+        self._state, self._model, self._alpha = state, model, alpha
+        self.shapes = model.shapes
+
+    def dtype(self, name: str) -> str:
+        """As safetensors writes it."""
+        return self._model.dtype(name) if name.endswith(BUFFERS) else "F32"
+
+    def read(self, name: str, at: tuple[int | slice, ...] = ()) -> Tensor:
+        """One tensor, or a part of it."""
+        import torch
+
+        whole = self._model.read(name, at)
+        if name.endswith(BUFFERS):
+            return whole
+        head = name.removesuffix(".weight")
+        if f"{head}.lora_A" not in self._state.shapes:
+            return whole.float()
+        a, b = (self._state.read(f"{head}.{part}") for part in ("lora_A", "lora_B"))
+        return torch.addmm(whole.float(), b, a, alpha=self._alpha / len(a))
+
+
 class WithBuffers:
     """A trainer's state, and of the model that it began with what training does not change."""
 

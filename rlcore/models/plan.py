@@ -24,7 +24,10 @@ LINK_SHARE = 0.7
 CONTEXT = 2e9
 """Bytes that CUDA, NCCL and the allocator's gaps take."""
 TRAINED, RECOMPUTED = 3, 4
-"""Forward passes that forward and backward are worth, without and with recomputation."""
+"""Forward passes that forward and backward are worth, without and with recomputation. One of them
+makes the gradients of the weights, which frozen ones do not need."""
+ROUTERS = frozenset({"mlp.gate", "block_sparse_moe.gate"})
+"""Matrices of a layer that are no linear layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +70,16 @@ class Work:
     """Of forward and backward: 2 in bfloat16, 4 in float32."""
     recomputes: bool
     frozen: int = 0
-    """Further models that are held without being trained: reference, teacher."""
+    """Further models that are passed through without being trained: reference, teacher."""
+    shared: int = 0
+    """Of these, those that are the trained model without its adapters, and take no memory."""
     critic: bool = False
+    lora_rank: int | None = None
+    """Of the adapters that are trained in place of the weights; None: there are none."""
+    lora_targets: tuple[str, ...] = ()
+    """Names of the layers that have one; none: all."""
+    offloads: bool = False
+    """Whether the optimizer's moments lie in the CPU's memory."""
     engine_share: float = 0.0
     """Of a GPU's memory, that engines on the same GPU take."""
 
@@ -109,11 +120,12 @@ def plan(arch: Architecture, work: Work, gpu: Gpu) -> Plan:
     """Count what training a model in a layout needs."""
     size = size_of(arch)
     micro_batches = ceil(work.tokens_per_step / (work.ranks * work.tokens_per_micro_batch))
-    models = 2 if work.critic else 1
-    sent = _traffic(size.parameters, work) * micro_batches * work.steps * models
-    passes = RECOMPUTED if work.recomputes else TRAINED
+    whole = _traffic(size.parameters, size.parameters, work)
+    policy = _traffic(size.parameters, trained(arch, work), work)
+    sent = (policy + work.critic * whole) * micro_batches * work.steps
+    full = RECOMPUTED if work.recomputes else TRAINED
+    passes = full - (work.lora_rank is not None) + work.frozen + work.critic * full
     flops = passes * forward_flops(arch, work.sequence) * work.tokens_per_step * work.steps
-    more_passes = (work.frozen + (work.critic * passes)) / passes
     speed = work.ranks * gpu.flops * UTILISATION
     link = gpu.link if work.ranks <= work.ranks_per_node else gpu.network
     return Plan(
@@ -122,7 +134,7 @@ def plan(arch: Architecture, work: Work, gpu: Gpu) -> Plan:
         memory(arch, work),
         gpu.memory * (1 - work.engine_share),
         sent,
-        flops * (1 + more_passes) / speed,
+        flops / speed,
         sent / (link * LINK_SHARE),
     )
 
@@ -130,7 +142,9 @@ def plan(arch: Architecture, work: Work, gpu: Gpu) -> Plan:
 def memory(arch: Architecture, work: Work) -> dict[str, float]:
     """Bytes of one rank, by kind."""
     own = size_of(arch).parameters / work.ranks
-    models = 2 if work.critic else 1
+    learns = trained(arch, work) / work.ranks
+    adapters = 0.0 if work.lora_rank is None else learns
+    learns += own if work.critic else 0
     largest = max(
         sum(prod(spec.shape) for spec in layer_tensors(arch, layer, ""))
         for layer in (0, arch.num_hidden_layers - 1)
@@ -138,15 +152,29 @@ def memory(arch: Architecture, work: Work) -> dict[str, float]:
     outer = arch.vocab_size * arch.hidden_size * (1 if arch.tie_word_embeddings else 2)
     gathered = (outer + 2 * largest) * work.bytes_of_numbers + largest * GRADIENT
     return {
-        "master weights": own * MASTER * models,
-        "gradients": own * GRADIENT * models,
-        "optimizer": own * MOMENTS * models,
-        "frozen models": own * MASTER * work.frozen,
+        "master weights": own * MASTER * (2 if work.critic else 1) + adapters * MASTER,
+        "gradients": learns * GRADIENT,
+        "optimizer": 0.0 if work.offloads else learns * MOMENTS,
+        "frozen models": own * MASTER * (work.frozen - work.shared),
         "gathered layers": float(gathered) if work.ranks > 1 or work.bytes_of_numbers < 4 else 0.0,
         "activations": activations(arch, work),
         "logits": float(LOGITS),
         "CUDA and NCCL": CONTEXT,
     }
+
+
+def trained(arch: Architecture, work: Work) -> int:
+    """Parameters of the policy that are trained: all, or those of its adapters."""
+    if work.lora_rank is None:
+        return size_of(arch).parameters
+    count = 0
+    for layer in range(arch.num_hidden_layers):
+        for spec in layer_tensors(arch, layer, ""):
+            name = spec.name.removeprefix(".").removesuffix(".weight")
+            chosen = not work.lora_targets or name.rpartition(".")[2] in work.lora_targets
+            linear = len(spec.shape) == 2 and not spec.expert and name not in ROUTERS
+            count += work.lora_rank * sum(spec.shape) if linear and chosen else 0
+    return count
 
 
 def activations(arch: Architecture, work: Work) -> float:
@@ -193,9 +221,9 @@ def forward_flops(arch: Architecture, sequence: int) -> float:
     return 2.0 * products + attention / arch.full_attention_interval
 
 
-def _traffic(parameters: int, work: Work) -> float:
+def _traffic(parameters: int, trained: int, work: Work) -> float:
     """Bytes that a rank sends in one micro-batch: weights are gathered for forward and backward,
-    gradients are summed and scattered.
+    gradients of those that are trained are summed and scattered.
     """
     others = (work.ranks - 1) / work.ranks
-    return parameters * others * (2 * work.bytes_of_numbers + GRADIENT)
+    return others * (parameters * 2 * work.bytes_of_numbers + trained * GRADIENT)

@@ -39,6 +39,12 @@ Params = dict[str, Any]
 Ready = Callable[[Sequence[Sample]], None]
 CustomGenerate = Callable[..., Awaitable[Any]]
 
+_NUMBERS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "tokens": ("token ids", lambda value: hasattr(value, "__index__")),
+    "loss_mask": ("0 and 1", lambda value: value in (0, 1)),
+    "rollout_log_probs": ("finite numbers", math.isfinite),
+}
+"""What the lists of a sample hold."""
 OPEN = frozenset({Status.PENDING, Status.ABORTED})
 """Statuses of samples that are still to be generated, or to be gone on with."""
 
@@ -405,11 +411,7 @@ def check_made(sample: Sample, what: str, vocab_size: int) -> None:
 
 
 def _check_numbers(sample: Sample, where: str) -> None:
-    for name, wanted, fits in (
-        ("tokens", "token ids", lambda value: hasattr(value, "__index__")),
-        ("loss_mask", "0 and 1", lambda value: value in (0, 1)),
-        ("rollout_log_probs", "finite numbers", math.isfinite),
-    ):
+    for name, (wanted, fits) in _NUMBERS.items():
         values = getattr(sample, name)
         if values is None and name != "tokens":
             continue

@@ -76,7 +76,7 @@ def _write_adapter(folder: Path, adapter: Adapter) -> None:
     save_file(adapter.tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
-def copy_small_files(source: Path, target: Path, dtype: DType) -> None:
+def copy_small_files(source: Path, target: Path, dtype: str) -> None:
     """Everything of a model folder but its weights; the config says `dtype`."""
     for path in sorted(p for p in source.iterdir() if p.is_file()):
         if not path.name.endswith(_WEIGHTS):
@@ -84,7 +84,7 @@ def copy_small_files(source: Path, target: Path, dtype: DType) -> None:
     write_config(source, target, dtype)
 
 
-def write_config(source: Path, target: Path, dtype: DType) -> None:
+def write_config(source: Path, target: Path, dtype: str) -> None:
     """The source's config.json, for weights of `dtype`."""
     config = json.loads((source / "config.json").read_text("utf-8"))
     key = "torch_dtype" if "torch_dtype" in config else "dtype"

@@ -60,10 +60,14 @@ def test_each_part_of_the_training_sees_them(
         own = config(tmp_path, "own", algorithm=algorithm, run=run, data={"path": "none.jsonl"})
 
     def check() -> None:
-        check_media(open_store(own), own) if stored else check_images(own)
+        if stored:
+            check_media(open_store(own), own)
+        else:
+            check_images(own)
 
     if not fault:
-        return check()
+        check()
+        return
     with pytest.raises(ConfigError, match=f"{fault}.* images"):
         check()
 

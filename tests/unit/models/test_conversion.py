@@ -235,3 +235,65 @@ def test_a_trainer_s_state_becomes_a_folder(tmp_path: Path) -> None:
         expected = tensor if bias else (tensor * 2).to(torch.bfloat16)
         assert torch.equal(after[name], expected), name
     assert before.keys() == after.keys()
+
+
+def test_a_state_of_adapters_becomes_the_merged_model(tmp_path: Path) -> None:
+    import torch.distributed as dist
+    from torch.distributed.tensor import DTensor, Shard, init_device_mesh
+
+    from rlcore.train.fsdp.shards import ShardWriter
+
+    tiny_families.build("qwen3", tmp_path / "model", "bfloat16")
+    before = bits(tmp_path / "model")
+    name = "model.layers.1.self_attn.q_proj"
+    out, into = before[f"{name}.weight"].shape
+    a, b = torch.randn(2, into), torch.randn(out, 2)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        parts = {f"model.{name}.lora_A": a, f"model.{name}.lora_B": b}
+        held = {key: DTensor.from_local(part, mesh, [Shard(0)]) for key, part in parts.items()}
+        ShardWriter().write(tmp_path / "state", {**held, "optimizer_steps": torch.tensor(3)})
+    finally:
+        dist.destroy_process_group()
+    state_to_hf(tmp_path / "state", tmp_path / "out", tmp_path / "model", lora_alpha=6.0)
+    after = bits(tmp_path / "out")
+    assert before.keys() == after.keys()
+    for key, tensor in before.items():
+        expected = tensor.float()
+        if key == f"{name}.weight":
+            expected = expected + 3.0 * b @ a
+            assert not torch.allclose(expected, tensor.float())
+        torch.testing.assert_close(after[key], expected)
+
+
+def test_a_folder_that_a_conversion_made_may_be_the_model_of_another(
+    model: Path, tmp_path: Path
+) -> None:
+    hf_to_torch_dist(model, tmp_path / "dist")
+    torch_dist_to_hf(tmp_path / "dist", tmp_path / "back", model)
+    torch_dist_to_hf(tmp_path / "dist", tmp_path / "again", tmp_path / "back")
+    check_digests(tmp_path / "again")
+
+
+def test_half_precision_comes_back_as_it_was(model: Path, tmp_path: Path) -> None:
+    half = {name: tensor.half() for name, tensor in bits(model).items()}
+    source = with_tensors(model, tmp_path / "half", half)
+    hf_to_torch_dist(source, tmp_path / "dist")
+    torch_dist_to_hf(tmp_path / "dist", tmp_path / "back", source)
+    assert same(bits(source), bits(tmp_path / "back"))
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["dtype"] == "float16"
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": 3}'])
+def test_an_index_that_is_damaged_is_named(model: Path, tmp_path: Path, text: str) -> None:
+    source = with_tensors(model, tmp_path / "m", {})
+    (source / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(DataError, match=r"model\.safetensors\.index\.json is no index of weights"):
+        hf_to_torch_dist(source, tmp_path / "dist")
+
+
+def test_a_place_that_cannot_be_written_is_named(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"file/dist cannot be written: Not a directory"):
+        hf_to_torch_dist(model, tmp_path / "file" / "dist")

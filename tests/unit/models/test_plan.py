@@ -11,9 +11,10 @@ from flows.commands.plan import architecture_of, plan, work_of
 from rlcore.algorithms.flops import ModelShape
 from rlcore.algorithms.flops import forward_flops as flops_of_a_sequence
 from rlcore.config import build_config
+from rlcore.config.load import with_values
 from rlcore.errors import ConfigError
 from rlcore.models.hf_config import read_hf_config
-from rlcore.models.plan import GPUS, Work, activations, forward_flops, memory
+from rlcore.models.plan import GPUS, Work, activations, forward_flops, memory, trained
 from rlcore.models.plan import plan as count
 from rlcore.models.presets import read_preset
 from rlcore.models.tensors import size_of
@@ -93,6 +94,46 @@ def test_the_optimizer_s_bytes_are_those_that_it_holds(tmp_path: Path) -> None:
     assert (held, moments) == (planned["master weights"], planned["optimizer"])
 
 
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("targets", [(), ("q_proj", "o_proj")])
+def test_adapters_are_those_that_a_trainer_makes(
+    family: str, targets: tuple[str, ...], tmp_path: Path
+) -> None:
+    from rlcore.train.fsdp.lora import Adapters
+    from rlcore.train.fsdp.model import load_policy
+    from rlcore.train.trainer import Lora
+
+    tiny_families.build(family, tmp_path)
+    arch, policy = read_hf_config(tmp_path), load_policy(tmp_path)
+    Adapters(policy, Lora(rank=2, alpha=4, targets=targets), 0)
+    made = sum(p.numel() for _, p in policy.trained())
+    work = replace(ALONE, lora_rank=2, lora_targets=targets)
+    assert trained(arch, work) == made
+    planned, whole = memory(arch, work), memory(arch, ALONE)
+    assert planned["optimizer"] == 8 * made and planned["gradients"] == 4 * made
+    assert planned["master weights"] == whole["master weights"] + 4 * made
+
+
+def test_a_reference_without_adapters_takes_time_and_no_memory() -> None:
+    arch = read_preset("qwen3-4B").architecture
+    work = replace(ALONE, ranks=8, lora_rank=8, frozen=1, shared=1)
+    found, plain = count(arch, work, GPUS["h200"]), count(arch, ALONE, GPUS["h200"])
+    assert (
+        found.memory["frozen models"] == 0 < memory(arch, replace(work, shared=0))["frozen models"]
+    )
+    # Forward and the gradients of what layers are given; the reference's forward.
+    assert found.compute_s * 8 == pytest.approx(plain.compute_s)
+    full = count(arch, replace(work, lora_rank=None), GPUS["h200"])
+    assert found.traffic < full.traffic
+
+
+def test_moments_in_the_cpu_s_memory_are_not_on_the_gpu() -> None:
+    arch = read_preset("qwen3-4B").architecture
+    saved = memory(arch, ALONE)["optimizer"]
+    assert saved == 8 * size_of(arch).parameters
+    assert memory(arch, replace(ALONE, offloads=True))["optimizer"] == 0
+
+
 def test_operations_are_those_that_balancing_counts() -> None:
     arch = read_preset("qwen3-4B").architecture
     names = ModelShape.__dataclass_fields__
@@ -143,6 +184,19 @@ def test_a_run_is_planned_from_its_file(capsys: pytest.CaptureFixture[str]) -> N
     large = run_of(path="/not/here", preset="qwen3-235B-A22B")
     assert plan(large, "h200", as_json=False) == 1
     assert "does not fit: 128 ranks" in " ".join(capsys.readouterr().out.split())
+
+
+def test_what_a_run_saves_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    large = run_of(path="/not/here", preset="qwen3-235B-A22B")
+    lora = with_values(large, {"model.lora_rank": 16, "algorithm.use_kl_loss": True})
+    work = work_of(lora)
+    assert (work.lora_rank, work.frozen, work.shared) == (16, 1, 1)
+    offloads = with_values(large, {"train.optimizer_cpu_offload": True})
+    assert work_of(offloads).offloads
+    plan(large, "h200", as_json=False)
+    assert "train.optimizer_cpu_offload = true" in " ".join(capsys.readouterr().out.split())
+    plan(offloads, "h200", as_json=False)
+    assert "optimizer_cpu_offload" not in capsys.readouterr().out
 
 
 def test_what_cannot_be_planned_is_said() -> None:
