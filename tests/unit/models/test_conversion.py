@@ -172,42 +172,47 @@ def test_a_killed_conversion_leaves_nothing_that_looks_whole(model: Path, tmp_pa
         hf_to_torch_dist(model, tmp_path / "dist")
 
 
+MEASURED = """
+import sys
+from pathlib import Path
+from rlcore.conversion import safetensors
+from rlcore.conversion.convert import hf_to_torch_dist, torch_dist_to_hf
+from rlcore.conversion.torch_dist import TorchDistWriter
+
+def anonymous():
+    line = next(x for x in Path('/proc/self/status').read_text().splitlines() if 'RssAnon' in x)
+    return int(line.split()[1]) * 1024
+
+def noted(owner, name):
+    plain = getattr(owner, name)
+    def call(*args):
+        held.append(anonymous())
+        return plain(*args)
+    setattr(owner, name, call)
+
+def there_and_back(folder):
+    hf_to_torch_dist(folder / 'model', folder / 'dist')
+    torch_dist_to_hf(folder / 'dist', folder / 'back', folder / 'model')
+
+there_and_back(Path(sys.argv[1]))  # imports
+held = [anonymous()]
+noted(TorchDistWriter, 'add')
+noted(safetensors, '_write_tensor')
+there_and_back(Path(sys.argv[2]))
+print(max(held) - held[0])
+"""
+
+
 def test_memory_is_that_of_a_few_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny_families.build("qwen3", tmp_path / "small" / "model")
     fields = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 12}
     monkeypatch.setitem(tiny_families.FAMILIES, "qwen3", fields)
     tiny_families.build("qwen3", tmp_path / "model")
     whole = sum(t.numel() * 4 for t in bits(tmp_path / "model").values())
     assert whole > 75e6
-    peak, start = 0, anonymous()
-
-    def note(*_: Any) -> None:
-        nonlocal peak
-        peak = max(peak, anonymous() - start)
-
-    from rlcore.conversion import safetensors
-    from rlcore.conversion.torch_dist import TorchDistWriter
-
-    noted(monkeypatch, TorchDistWriter, "add", note)
-    noted(monkeypatch, safetensors, "_write_tensor", note)
-    hf_to_torch_dist(tmp_path / "model", tmp_path / "dist")
-    torch_dist_to_hf(tmp_path / "dist", tmp_path / "back", tmp_path / "model")
+    argv = [sys.executable, "-c", MEASURED, tmp_path / "small", tmp_path]
+    peak = int(subprocess.check_output(argv))
     assert 0 < peak < whole / 3, (peak, whole)
-
-
-def anonymous() -> int:
-    """Bytes of memory that are no file's."""
-    line = next(x for x in open("/proc/self/status") if x.startswith("RssAnon"))  # noqa: SIM115
-    return int(line.split()[1]) * 1024
-
-
-def noted(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, note: Any) -> None:
-    plain = getattr(owner, name)
-
-    def call(*args: Any) -> Any:
-        note()
-        return plain(*args)
-
-    monkeypatch.setattr(owner, name, call)
 
 
 def test_a_trainer_s_state_becomes_a_folder(tmp_path: Path) -> None:
