@@ -17,7 +17,9 @@ from rlcore.train.fsdp.model import load_policy
 from rlcore.train.fsdp.shards import METADATA, ShardReader
 
 REPO = Path(__file__).parents[2]
-UNPICKLES = re.compile(r"pickle\.loads?\(|torch\.load\(|np\.load\(|joblib|allow_pickle|dill")
+UNPICKLES = re.compile(
+    r"pickle\.loads?\(|torch\.load\((?!.*weights_only=True\))|np\.load\(|joblib|allow_pickle|dill"
+)
 ALLOWED = {
     # Both ends are processes of the run, on one socket pair.
     "rlcore/rollout/rewards/protocol.py",
