@@ -7,7 +7,6 @@ removes.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -16,9 +15,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rlcore.errors import ConfigError, Corrupt
+from rlcore.store.files import digest_stream
 
 DIGESTS = "conversion.json"
-_READ = 1 << 20
 
 
 @contextmanager
@@ -78,11 +77,8 @@ def check_digests(folder: Path) -> None:
 
 def digest(path: Path) -> str:
     """SHA-256 of a file."""
-    sha = hashlib.sha256()
     with path.open("rb") as file:
-        while block := file.read(_READ):
-            sha.update(block)
-    return sha.hexdigest()
+        return digest_stream(file)[1]
 
 
 def _sync(folder: Path) -> None:

@@ -11,7 +11,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from rlcore.weights.export import SHARD_BYTES
+from rlcore.weights.export import SHARD_BYTES, shard_names, write_index
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,20 +51,15 @@ def write_shards(
         tensors: the same.
     """
     shards = _shards(entries, shard_bytes)
-    count = len(shards)
-    names = [f"model-{k + 1:05d}-of-{count:05d}.safetensors" for k in range(count)]
-    names = ["model.safetensors"] if count == 1 else names
+    names = shard_names(len(shards))
     for name, shard in zip(names, shards, strict=True):
         with (folder / name).open("wb") as file:
             _write_header(file, shard)
             for entry in shard:
                 _write_tensor(file, entry, *next(tensors))
-    if count > 1:
+    if len(names) > 1:
         where = {e.name: name for name, shard in zip(names, shards, strict=True) for e in shard}
-        total = sum(entry.bytes for entry in entries)
-        index = {"metadata": {"total_size": total}, "weight_map": where}
-        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-        (folder / "model.safetensors.index.json").write_text(text, "utf-8")
+        write_index(folder, where, sum(entry.bytes for entry in entries))
 
 
 def _shards(entries: Sequence[Entry], limit: int) -> list[list[Entry]]:

@@ -103,15 +103,26 @@ def write_tensors(folder: Path, tensors: NamedTensors, shard_bytes: int = SHARD_
         parts.append(list(held))
         total += sum(t.numel() * t.element_size() for t in held.values())
     # A file's name says of how many it is one, which is known only now.
-    files = [f"model-{k + 1:05d}-of-{len(parts):05d}.safetensors" for k in range(len(parts))]
-    files = ["model.safetensors"] if len(parts) == 1 else files
+    files = shard_names(len(parts))
     for k, file in enumerate(files):
         (folder / f"part-{k}").rename(folder / file)
     if len(parts) > 1:
         where = {name: file for names, file in zip(parts, files, strict=True) for name in names}
-        index = {"metadata": {"total_size": total}, "weight_map": where}
-        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-        (folder / "model.safetensors.index.json").write_text(text, "utf-8")
+        write_index(folder, where, total)
+
+
+def shard_names(count: int) -> list[str]:
+    """Names of a Hugging Face folder's safetensors files, where it has `count` of them."""
+    if count == 1:
+        return ["model.safetensors"]
+    return [f"model-{k + 1:05d}-of-{count:05d}.safetensors" for k in range(count)]
+
+
+def write_index(folder: Path, where: dict[str, str], total: int) -> None:
+    """The index of several files: the file of each tensor, and the bytes of all."""
+    index = {"metadata": {"total_size": total}, "weight_map": where}
+    text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+    (folder / "model.safetensors.index.json").write_text(text, "utf-8")
 
 
 def buckets(tensors: NamedTensors, limit: int) -> Iterator[dict[str, Tensor]]:
