@@ -10,8 +10,9 @@ Rows are worked on in chunks; backward computes the logits of each chunk again, 
 
 `chunked_log_probs` starts from hidden states and the weight of the output layer and never holds
 more than one chunk of logits; `token_log_probs` starts from logits that exist already and saves
-their float32 copies. Products run in the dtype of the inputs, as the model's own output layer
-would; all that follows in float32 (float64 for float64 inputs).
+their float32 copies. On a GPU torch compiles what is done with a chunk
+(`rlcore.algorithms.logprob_kernels`). Products run in the dtype of the inputs, as the model's own
+output layer would; all that follows in float32 (float64 for float64 inputs).
 
 Invariants:
 - Values and gradients are those of the plain formulas, whatever the chunk.
@@ -31,13 +32,18 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from rlcore.algorithms.logprob_kernels import (
+    LOWEST,
+    compiled,
+    logits_gradient,
+    row_statistics,
+)
 from rlcore.errors import ConfigError, DataError
 
-CHUNK_ELEMENTS = 1 << 25
-"""Logits in a chunk when none is asked for: 128 MiB of float32."""
-
-LOWEST = -1e30
-"""Log-prob of a token whose logit is -inf: finite, so that 0 x log 0 is 0 in entropies."""
+CHUNK_ELEMENTS = {"cpu": 1 << 25, "cuda": 1 << 29}
+"""Logits in a chunk when none is asked for: 128 MiB of float32, or 1 GiB of bfloat16, where fewer
+rows would leave a GPU idle and add up gradients of the output layer more often.
+"""
 
 
 def chunked_log_probs(
@@ -70,7 +76,7 @@ def chunked_log_probs(
             f"hidden is {tuple(hidden.shape)} and weight {tuple(weight.shape)}; they must be "
             "[tokens, width] and [vocabulary, width]"
         )
-    rows = _rows_per_chunk(hidden.shape[0], weight.shape[0], targets, temperature, chunk)
+    rows = _rows_per_chunk(weight.shape[0], hidden, targets, temperature, chunk)
     result = _HiddenLogProbs.apply(hidden, weight, targets, temperature, rows)
     return cast(tuple[Tensor, Tensor], result)
 
@@ -84,20 +90,21 @@ def token_log_probs(
     """
     if logits.ndim != 2:
         raise DataError(f"logits are {tuple(logits.shape)}; they must be [tokens, vocabulary]")
-    rows = _rows_per_chunk(logits.shape[0], logits.shape[1], targets, temperature, chunk)
+    rows = _rows_per_chunk(logits.shape[1], logits, targets, temperature, chunk)
     return cast(tuple[Tensor, Tensor], _LogitLogProbs.apply(logits, targets, temperature, rows))
 
 
 def _rows_per_chunk(
-    tokens: int, vocabulary: int, targets: Tensor, temperature: float, chunk: int | None
+    vocabulary: int, given: Tensor, targets: Tensor, temperature: float, chunk: int | None
 ) -> int:
-    """Checks the arguments that both functions share; rows of one chunk."""
+    """Checks the arguments that both functions share; rows of one chunk of what is given."""
+    tokens = len(given)
     if targets.shape != (tokens,):
         raise DataError(f"targets are {tuple(targets.shape)}; they must be [{tokens}], one a row")
     if not temperature > 0:
         raise ConfigError(f"rollout.temperature is {temperature}; to train it must be above 0")
     if chunk is None:
-        return max(1, CHUNK_ELEMENTS // vocabulary)
+        return max(1, CHUNK_ELEMENTS[given.device.type] // vocabulary)
     if chunk < 1:
         raise ConfigError(f"chunk is {chunk}; it must be at least 1")
     return chunk
@@ -106,6 +113,23 @@ def _rows_per_chunk(
 def _wide(dtype: torch.dtype) -> torch.dtype:
     """The dtype that is computed in after the product."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _statistics(z: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probs, entropies and shifts of one chunk of logits, which may be overwritten."""
+    if _is_compiled(z):
+        found = compiled(row_statistics)(z, targets, temperature)
+        return cast(tuple[Tensor, Tensor, Tensor], found)
+    return _forward(z.to(_wide(z.dtype)), targets, temperature)
+
+
+def _is_compiled(z: Tensor) -> bool:
+    return z.is_cuda and z.dtype != torch.float64
+
+
+def _to_spend(z: Tensor) -> Tensor:
+    """Logits that somebody keeps, as a tensor that may be overwritten where it is."""
+    return z if _is_compiled(z) else z.to(_wide(z.dtype), copy=True)
 
 
 def _forward(z: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -152,6 +176,21 @@ class _Upstream:
         return cls(grad, entropy, dead, value, shifts, targets, ctx.temperature)
 
     def logits_grad(self, z: Tensor, rows: slice) -> Tensor:
+        """Gradient of one chunk of logits, which may be overwritten."""
+        if not _is_compiled(z):
+            return self._wide_grad(z.to(_wide(z.dtype)), rows)
+        found = compiled(logits_gradient)(
+            z,
+            self.targets[rows],
+            self.shifts[rows],
+            self.log_probs[rows],
+            self.entropy_value[rows],
+            None if self.entropy is None else self.entropy[rows],
+            self.temperature,
+        )
+        return cast(Tensor, found)
+
+    def _wide_grad(self, z: Tensor, rows: slice) -> Tensor:
         """Gradient of one chunk of wide logits, which are overwritten."""
         top, log_total = self.shifts[rows].split(1, -1)
         log_p = _scaled(z, self.temperature).sub_(top).sub_(log_total)
@@ -193,9 +232,8 @@ class _HiddenLogProbs(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, rows: int
     ) -> tuple[Tensor, Tensor]:
-        wide = _wide(hidden.dtype)
         parts = [
-            _forward((hidden[part] @ weight.t()).to(wide), targets[part], temperature)
+            _statistics(hidden[part] @ weight.t(), targets[part], temperature)
             for part in _chunks(len(hidden), rows)
         ]
         return _saved(ctx, parts, (hidden, weight, targets), temperature, rows)
@@ -207,14 +245,13 @@ class _HiddenLogProbs(torch.autograd.Function):
             return (None,) * 5
         hidden, weight = ctx.saved_tensors[:2]
         upstream = _Upstream.of(ctx, grads[0], grads[1])
-        wide = _wide(hidden.dtype)
         parts = _chunks(len(hidden), ctx.rows)
         grad_hidden = torch.empty_like(hidden)
         sum_dtype = torch.float32 if len(parts) > 1 and weight.dtype.itemsize < 4 else weight.dtype
         grad_weight = torch.zeros_like(weight, dtype=sum_dtype)
         for part in parts:
             alive = hidden[part].masked_fill(upstream.dead[part, None], 0.0)
-            grad = upstream.logits_grad((alive @ weight.t()).to(wide), part).to(hidden.dtype)
+            grad = upstream.logits_grad(alive @ weight.t(), part).to(hidden.dtype)
             torch.mm(grad, weight, out=grad_hidden[part])
             if sum_dtype == weight.dtype:
                 grad_weight.addmm_(grad.t(), alive)
@@ -230,9 +267,8 @@ class _LogitLogProbs(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, targets: Tensor, temperature: float, rows: int
     ) -> tuple[Tensor, Tensor]:
-        wide = _wide(logits.dtype)
         parts = [
-            _forward(logits[part].to(wide, copy=True), targets[part], temperature)
+            _statistics(_to_spend(logits[part]), targets[part], temperature)
             for part in _chunks(len(logits), rows)
         ]
         return _saved(ctx, parts, (logits, targets), temperature, rows)
@@ -244,9 +280,8 @@ class _LogitLogProbs(torch.autograd.Function):
             return (None,) * 4
         logits = ctx.saved_tensors[0]
         upstream = _Upstream.of(ctx, grads[0], grads[1])
-        wide = _wide(logits.dtype)
         grad_logits = torch.empty_like(logits)
         for part in _chunks(len(logits), ctx.rows):
             alive = logits[part].masked_fill(upstream.dead[part, None], 0.0)
-            grad_logits[part] = upstream.logits_grad(alive.to(wide), part)
+            grad_logits[part] = upstream.logits_grad(alive, part)
         return grad_logits, None, None, None

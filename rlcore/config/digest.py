@@ -41,6 +41,7 @@ NEWER: tuple[tuple[str, str, Any], ...] = (
     ("model", "lora_alpha", 32.0),
     ("model", "lora_target_modules", []),
     ("train", "optimizer_cpu_offload", False),
+    ("train", "torch_compile", True),
     ("weights", "custom_update_weight_post_write_path", None),
 )
 """Settings at values that are left out, so that runs of older releases keep their digests."""

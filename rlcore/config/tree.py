@@ -125,6 +125,8 @@ class TrainConfig(Section):
     """Most tokens of a packed micro-batch on one rank."""
     gradient_checkpointing: bool = False
     """Recompute activations in backward to save memory."""
+    torch_compile: bool = True
+    """On a GPU, fuse the work between matrix products; takes about a minute at the start."""
     optimizer_cpu_offload: bool = False
     """Keep AdamW's moments in the CPU's memory, and take its steps there."""
     deadline_s: Annotated[float, Field(gt=0)] = 3600.0

@@ -3,25 +3,31 @@
 A token sees the earlier tokens of its own sequence and nothing else. transformers hands the keyword
 argument `layout` of the model's forward down to here.
 
-The sequences are laid out as the rows of a rectangle [n, longest]: padded on the right, causal
-attention needs no mask, since no token comes after padding that it could see. `packed_attention` is
-the one place that chooses a kernel.
+On a GPU, in bfloat16, torch's variable-length FlashAttention takes them as they lie. Else they are
+laid out as the rows of a rectangle [n, longest]: padded on the right, causal attention needs no
+mask, since no token comes after padding that it could see. `packed_attention` is the one place that
+chooses a kernel.
 """
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 
 from rlcore.errors import ConfigError
 
 ATTENTION = "sluice_packed"
 """Its name among the attention implementations of transformers."""
+HALF = (torch.bfloat16, torch.float16)
+"""What FlashAttention computes in."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,17 +40,19 @@ class SequenceLayout:
     """int64 [T]: the place of each token in the flattened rectangle; None when no sequence is
     shorter.
     """
+    bounds: Tensor
+    """int32 [n + 1]: where each sequence begins, and where the last ends."""
 
     @classmethod
     def of(cls, lengths: tuple[int, ...], device: torch.device) -> SequenceLayout:
         """The layout of sequences of these lengths, in order."""
-        longest = max(lengths)
+        longest, ends = max(lengths), np.cumsum(lengths)
+        bounds = torch.from_numpy(np.concatenate([[0], ends]).astype(np.int32)).to(device)
         if min(lengths) == longest:
-            return cls(len(lengths), longest, None)
-        starts = np.cumsum(lengths) - lengths
-        shifts = np.arange(len(lengths)) * longest - starts
+            return cls(len(lengths), longest, None, bounds)
+        shifts = np.arange(len(lengths)) * longest - (ends - lengths)
         slots = np.arange(sum(lengths)) + np.repeat(shifts, lengths)
-        return cls(len(lengths), longest, torch.from_numpy(slots).to(device))
+        return cls(len(lengths), longest, torch.from_numpy(slots).to(device), bounds)
 
     def spread(self, x: Tensor) -> Tensor:
         """[1, heads, T, width] to [n, heads, longest, width], zeros in the padding."""
@@ -59,6 +67,8 @@ class SequenceLayout:
         return (x if self.slots is None else x.index_select(0, self.slots))[None]
 
 
+# The layout is data to a kernel, not shapes that a compiled layer could be made for.
+@torch.compiler.disable
 def packed_attention(
     module: nn.Module,
     query: Tensor,
@@ -90,6 +100,8 @@ def packed_attention(
             f"sequence {layout.longest}) or a soft cap of {softcap}, which the fsdp trainer does "
             "not compute"
         )
+    if query.is_cuda and query.dtype in HALF and query.shape[3] == value.shape[3]:
+        return _variable_length(query[0], key[0], value[0], layout, scaling)[None], None
     mixed = scaled_dot_product_attention(
         layout.spread(query),
         layout.spread(key),
@@ -99,6 +111,38 @@ def packed_attention(
         enable_gqa=key.shape[1] != query.shape[1],
     )
     return layout.gather(mixed), None
+
+
+def _variable_length(
+    query: Tensor, key: Tensor, value: Tensor, layout: SequenceLayout, scaling: float | None
+) -> Tensor:
+    """[T, heads, width], from [heads, T, width] of each."""
+    more: dict[str, Any] = {}
+    if query.shape[0] != key.shape[0]:
+        if _knows_groups():
+            more["enable_gqa"] = True
+        else:
+            key, value = (x.repeat_interleave(len(query) // len(x), 0) for x in (key, value))
+    mixed = varlen_attn(
+        query.transpose(0, 1),
+        key.transpose(0, 1),
+        value.transpose(0, 1),
+        layout.bounds,
+        layout.bounds,
+        layout.longest,
+        layout.longest,
+        scale=scaling,
+        window_size=(-1, 0),
+        **more,
+    )
+    assert isinstance(mixed, Tensor)
+    return mixed
+
+
+@cache
+def _knows_groups() -> bool:
+    """Whether this torch takes fewer heads of keys than of queries."""
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def register() -> None:

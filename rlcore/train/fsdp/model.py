@@ -203,6 +203,16 @@ def load_policy(
     return policy
 
 
+def compile_layers(policy: Policy) -> None:
+    """Have torch fuse what lies between the matrix products of each decoder layer; they share the
+    code that is made. Layers with experts stay as they are, since what an expert gets varies.
+    """
+    if any(is_stacked(name) for name, _ in policy.weights()):
+        return
+    for layer in decoder(policy.lm.base_model).layers:
+        layer.compile(dynamic=True)
+
+
 def shard(
     module: nn.Module, layers: Iterable[nn.Module], mesh: DeviceMesh, precision: DType
 ) -> None:

@@ -26,7 +26,13 @@ from rlcore.train.fsdp import state
 from rlcore.train.fsdp.critic import TrainedCritic, load_critic
 from rlcore.train.fsdp.loop import BatchLoop, LoopSettings, Models
 from rlcore.train.fsdp.lora import Adapters, WithoutAdapters
-from rlcore.train.fsdp.model import Policy, current_device, load_policy, shard
+from rlcore.train.fsdp.model import (
+    Policy,
+    compile_layers,
+    current_device,
+    load_policy,
+    shard,
+)
 from rlcore.train.fsdp.optimizer import ShardedAdamW, learning_rate
 from rlcore.train.fsdp.shards import ShardWriter
 from rlcore.train.trainer import (
@@ -145,6 +151,8 @@ class FsdpTrainer:
             policy.requires_grad_(False)
         elif self._lora is not None:
             self._adapters = Adapters(policy, self._lora, self._seed)
+        if self._device.type == "cuda" and self._train.torch_compile:
+            compile_layers(policy)
         shard(policy, blocks(policy.lm.base_model), self._mesh, self._train.precision)
         return policy
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from rlcore.algorithms import logprobs
+from rlcore.algorithms.logprob_kernels import logits_gradient, row_statistics
 from rlcore.algorithms.logprobs import chunked_log_probs, token_log_probs
 from rlcore.errors import ConfigError, DataError
 
@@ -150,8 +151,26 @@ def test_a_small_problem_is_one_chunk_and_a_large_one_never_holds_all_logits(mon
     monkeypatch.setattr(logprobs, "_scaled", spy)
     h, w, y = problem(tokens=100)
     assert set(shapes_seen()) == {(100, 11)}
-    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 11 * 30)
+    monkeypatch.setitem(logprobs.CHUNK_ELEMENTS, "cpu", 11 * 30)
     assert set(shapes_seen()) == {(30, 11), (10, 11)}
+
+
+@pytest.mark.parametrize("with_entropy", [False, True])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_what_a_gpu_compiles_says_the_same(temperature, with_entropy):
+    h, w, y = problem(dtype=torch.float32)
+    logits = (h @ w.T).detach()
+    logits[2, (y[2] + 1) % 11] = -math.inf
+    logits.requires_grad_()
+    want = token_log_probs(logits, y, temperature)
+    grads = [torch.randn(7), torch.randn(7) if with_entropy else None]
+    outputs = want if with_entropy else want[:1]
+    gradient = torch.autograd.grad(outputs, logits, grads[: len(outputs)])[0]
+
+    log_probs, entropy, shifts = row_statistics(logits.detach(), y, temperature)
+    torch.testing.assert_close((log_probs, entropy), want, rtol=1e-5, atol=1e-6)
+    more = (y, shifts, grads[0], entropy, grads[1], temperature)
+    torch.testing.assert_close(logits_gradient(logits.detach(), *more), gradient)
 
 
 def test_wrong_inputs_are_named():

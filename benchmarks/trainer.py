@@ -1,0 +1,184 @@
+"""How fast the FSDP2 trainer trains: one optimizer step on a packed batch of RL samples, loss,
+log-probs and metrics included, with float32 master weights.
+
+Needs a GPU. MFU is (6 x parameters x tokens + causal attention) over the time of `train` and over
+788 TFLOP/s, which large bfloat16 products reach on an H200; what they reach in this run is beside
+it.
+
+    python -m benchmarks.trainer [--shapes qwen3-0.6B qwen3-4B] [--profile FILE]
+    python -m benchmarks.trainer --tiny     # on a CPU, to see that it runs
+"""
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks._common import RESULTS, finish, machine, spread
+from benchmarks._shapes import PEAK_TFLOPS, make_model, shape, training_flops
+from rlcore.algorithms.aggregate import Totals
+from rlcore.algorithms.packing import TrainSequence
+from rlcore.config.tree import AlgorithmConfig, TrainConfig
+from rlcore.models.tensors import size_of
+from rlcore.train.fsdp.trainer import FsdpTrainer
+from rlcore.train.trainer import TrainBatch, TrainStep
+
+GOALS = {"qwen3-0.6B": 0.45, "qwen3-4B": 0.65}
+"""MFU."""
+
+
+def main() -> int:
+    """Runs it; the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shapes", nargs="+", default=list(GOALS))
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--sequences", type=int, default=28)
+    parser.add_argument("--prompt", type=int, default=64)
+    parser.add_argument("--response", type=int, default=512)
+    parser.add_argument("--steps", type=int, default=5, help="a repeat")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--eager", action="store_true", help="without torch.compile, too")
+    parser.add_argument("--profile", type=Path, help="write the kernels of a step here")
+    parser.add_argument("--out", type=Path, default=RESULTS / "trainer.json")
+    args = parser.parse_args()
+    if args.tiny:
+        args.shapes, args.sequences, args.prompt, args.response = ["tiny"], 4, 4, 12
+        args.steps = 1
+    device = "cpu" if args.tiny else "cuda"
+    if device == "cuda" and not torch.cuda.is_available():
+        print("benchmarks.trainer needs a GPU: torch sees none; --tiny runs on a CPU")
+        return 0
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
+        store=dist.HashStore(),
+        rank=0,
+        world_size=1,
+    )
+    result: dict[str, Any] = {"benchmark": "trainer", "machine": machine("torch", "transformers")}
+    if device == "cuda":
+        result["machine"]["gpu"] = torch.cuda.get_device_name()
+        result["matmul_tflops"] = round(matmul_tflops(), 1)
+    result["peak_tflops"], result["shapes"] = PEAK_TFLOPS, {}
+    for name in args.shapes:
+        for compiled in (True, False) if args.eager else (True,):
+            key = name if compiled else f"{name}, eager"
+            result["shapes"][key] = measure(name, device, args, compiled=compiled)
+            print(key, result["shapes"][key], flush=True)
+    mfu = {name: one["mfu"] for name, one in result["shapes"].items() if name in GOALS}
+    result["goals"] = {"mfu": GOALS}
+    result["met"] = args.tiny or all(mfu[name] >= GOALS[name] for name in mfu)
+    return finish(result, args.out)
+
+
+def measure(
+    name: str, device: str, args: argparse.Namespace, *, compiled: bool
+) -> dict[str, float | dict[str, float]]:
+    """Steps of one shape."""
+    arch = shape(name)
+    config = TrainConfig(
+        precision="bfloat16",
+        global_batch_size=args.sequences,
+        max_tokens_per_gpu=args.sequences * (args.prompt + args.response),
+        num_iterations=100,
+        torch_compile=compiled,
+    )
+    trainer = FsdpTrainer(config, AlgorithmConfig(), temperature=1.0, seed=0, device=device)
+    with tempfile.TemporaryDirectory() as folder:
+        began = time.perf_counter()
+        trainer.load(make_model(name, Path(folder), device), "0")
+        print(f"{name}: loaded in {time.perf_counter() - began:.0f} s", flush=True)
+    parameters = size_of(arch).parameters
+    count = 0
+
+    def step() -> dict[str, float]:
+        nonlocal count
+        report = trainer.train(str(count), str(count + 1), make_batch(count, arch.vocab_size, args))
+        count += 1
+        return report.metrics
+
+    began = time.perf_counter()
+    for _ in range(2):
+        step()
+    print(f"{name}: two steps to warm up in {time.perf_counter() - began:.0f} s", flush=True)
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    repeats, phases = [], []
+    for _ in range(args.repeats):
+        began = time.perf_counter()
+        phases += [step() for _ in range(args.steps)]
+        repeats.append((time.perf_counter() - began) / args.steps)
+    lengths = [args.prompt + args.response] * args.sequences
+    seconds, flops = statistics.median(repeats), training_flops(arch, parameters, lengths)
+    if args.profile is not None:
+        profile(step, args.profile.with_name(f"{args.profile.name}-{name}.txt"))
+    found: dict[str, float | dict[str, float]] = {
+        "parameters": parameters,
+        "tokens": sum(lengths),
+        "seconds": spread(repeats),
+        "tokens_per_s": round(sum(lengths) / seconds),
+        "mfu": round(flops / seconds / PEAK_TFLOPS / 1e12, 4),
+        "forward_backward_s": median(phases, "seconds_forward_backward"),
+        "optimizer_s": median(phases, "seconds_optimizer"),
+        "train_s": median(phases, "seconds_train"),
+    }
+    if device == "cuda":
+        found["peak_gb"] = round(torch.cuda.max_memory_allocated() / 1e9, 1)
+    return found
+
+
+def make_batch(iteration: int, vocabulary: int, args: argparse.Namespace) -> TrainBatch:
+    """RL samples of random tokens, in one micro-batch."""
+    generator = torch.Generator().manual_seed(iteration)
+    length = args.prompt + args.response
+    tokens = torch.randint(vocabulary, (args.sequences, length), generator=generator).numpy()
+    engine = torch.randn(args.sequences, args.response, generator=generator).abs().neg().numpy()
+    sequences = tuple(
+        TrainSequence(ids, args.response, advantages=float((-1) ** k), rollout_log_probs=engine[k])
+        for k, ids in enumerate(tokens)
+    )
+    step = TrainStep((sequences,), Totals.of(s.trainable_tokens for s in sequences))
+    return TrainBatch(
+        iteration,
+        (step,),
+        samples=len(sequences),
+        tokens=args.sequences * length,
+        rollout_log_probs=True,
+    )
+
+
+def median(reports: list[dict[str, float]], name: str) -> float:
+    """Of a metric over steps."""
+    return round(statistics.median(report[name] for report in reports), 4)
+
+
+def matmul_tflops() -> float:
+    """What large bfloat16 products reach here."""
+    a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    for _ in range(5):
+        a @ a
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(20):
+        a @ a
+    torch.cuda.synchronize()
+    return 20 * 2 * 8192**3 / (time.perf_counter() - began) / 1e12
+
+
+def profile(step: Any, path: Path) -> None:
+    """The kernels of a step, by their time, in a text file."""
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as found:
+        step()
+        torch.cuda.synchronize()
+    table = found.key_averages().table(sort_by="self_cuda_time_total", row_limit=45)
+    path.write_text("\n".join(line[:60] + line[-170:] for line in table.splitlines()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
