@@ -116,7 +116,8 @@ def measure(
     lengths = [args.prompt + args.response] * args.sequences
     seconds, flops = statistics.median(repeats), training_flops(arch, parameters, lengths)
     if args.profile is not None:
-        profile(step, args.profile.with_name(f"{args.profile.name}-{name}.txt"))
+        kind = "compiled" if compiled else "eager"
+        profile(step, args.profile.with_name(f"{args.profile.name}-{name}-{kind}.txt"))
     found: dict[str, float | dict[str, float]] = {
         "parameters": parameters,
         "tokens": sum(lengths),
@@ -176,6 +177,17 @@ def profile(step: Any, path: Path) -> None:
     with torch.profiler.profile(activities=activities) as found:
         step()
         torch.cuda.synchronize()
+    kernels = sorted(
+        (event.time_range.start, event.time_range.end)
+        for event in found.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    )
+    busy, until = 0.0, 0.0
+    for start, end in kernels:
+        busy += max(0.0, end - max(start, until))
+        until = max(until, end)
+    span = kernels[-1][1] - kernels[0][0]
+    print(f"the GPU worked {busy / 1e3:.0f} of {span / 1e3:.0f} ms in {len(kernels)} kernels")
     table = found.key_averages().table(sort_by="self_cuda_time_total", row_limit=45)
     path.write_text("\n".join(line[:60] + line[-170:] for line in table.splitlines()))
 

@@ -38,7 +38,7 @@ def test_attention_of_uneven_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     heads = [torch.randn(1, n, sum(LENGTHS), 64, device="cuda") for n in (8, 2, 2)]
 
     def gradients(dtype: torch.dtype) -> list[torch.Tensor]:
-        inputs = [x.to(dtype).requires_grad_() for x in heads]
+        inputs = [x.detach().to(dtype, copy=True).requires_grad_() for x in heads]
         out, _ = packed_attention(torch.nn.Module(), *inputs, None, layout=layout, scaling=0.2)
         out.square().sum().backward()
         return [out.detach().float(), *(x.grad.float() for x in inputs)]

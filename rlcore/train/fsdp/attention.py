@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -28,6 +27,8 @@ ATTENTION = "sluice_packed"
 """Its name among the attention implementations of transformers."""
 HALF = (torch.bfloat16, torch.float16)
 """What FlashAttention computes in."""
+KNOWS_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
+"""Whether this torch takes fewer heads of keys than of queries."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,8 +68,6 @@ class SequenceLayout:
         return (x if self.slots is None else x.index_select(0, self.slots))[None]
 
 
-# The layout is data to a kernel, not shapes that a compiled layer could be made for.
-@torch.compiler.disable
 def packed_attention(
     module: nn.Module,
     query: Tensor,
@@ -119,7 +118,7 @@ def _variable_length(
     """[T, heads, width], from [heads, T, width] of each."""
     more: dict[str, Any] = {}
     if query.shape[0] != key.shape[0]:
-        if _knows_groups():
+        if KNOWS_GROUPS:
             more["enable_gqa"] = True
         else:
             key, value = (x.repeat_interleave(len(query) // len(x), 0) for x in (key, value))
@@ -137,12 +136,6 @@ def _variable_length(
     )
     assert isinstance(mixed, Tensor)
     return mixed
-
-
-@cache
-def _knows_groups() -> bool:
-    """Whether this torch takes fewer heads of keys than of queries."""
-    return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def register() -> None:

@@ -47,6 +47,8 @@ from rlcore.train.fsdp.experts import ExpertLoad
 from rlcore.train.trainer import DType
 from rlcore.weights.experts import by_expert, is_stacked
 
+UNIT_NUMBERS = 100_000_000
+"""Parameters that a unit of FSDP has at least."""
 PROBE_TOLERANCE = 1e-3
 """Largest difference to the model's own logits, in float32, that counts as rounding."""
 
@@ -210,23 +212,40 @@ def compile_layers(policy: Policy) -> None:
     if any(is_stacked(name) for name, _ in policy.weights()):
         return
     for layer in decoder(policy.lm.base_model).layers:
-        layer.compile(dynamic=True)
+        # Its hooks, which gather weights, stay outside.
+        layer.forward = torch.compile(layer.forward, dynamic=True)
 
 
 def shard(
     module: nn.Module, layers: Iterable[nn.Module], mesh: DeviceMesh, precision: DType
 ) -> None:
-    """Apply FSDP2 to each decoder layer and the rest; moves the parameters to the mesh's device."""
+    """Apply FSDP2 to the decoder layers and the rest; moves the parameters to the mesh's device."""
     dtype = torch.bfloat16 if precision == "bfloat16" else None
     mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None)
-    for layer in layers:
-        fully_shard(layer, mesh=mesh, reshard_after_forward=True, mp_policy=mixed)
+    for unit in units(layers):
+        fully_shard(unit, mesh=mesh, reshard_after_forward=True, mp_policy=mixed)
     fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=mixed)
     # Buffers (rotary frequencies) are not FSDP's to move.
     device = current_device(mesh.device_type)
     for part in module.modules():
         for name, buffer in part.named_buffers(recurse=False):
             setattr(part, name, buffer.to(device))
+
+
+def units(layers: Iterable[nn.Module]) -> Iterator[list[nn.Module]]:
+    """Layers that are gathered together: neighbours of a kind, so many that gathering them takes
+    longer than asking for it does.
+    """
+    unit: list[nn.Module] = []
+    numbers = 0
+    for layer in layers:
+        if unit and (numbers >= UNIT_NUMBERS or type(layer) is not type(unit[0])):
+            yield unit
+            unit, numbers = [], 0
+        unit.append(layer)
+        numbers += sum(p.numel() for p in layer.parameters())
+    if unit:
+        yield unit
 
 
 def current_device(kind: str) -> torch.device:
