@@ -9,15 +9,16 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 REPO = Path(__file__).parents[1]
 RESULTS = Path(__file__).with_name("results")
-SLUICE = Path(sys.executable).with_name("sluice")
+SLUICE = [sys.executable, "-m", "flows.cli"]
+"""The command, installed or not."""
 
 
 def machine(*packages: str) -> dict[str, Any]:
@@ -27,8 +28,26 @@ def machine(*packages: str) -> dict[str, Any]:
         "cpu": _cpu_name(),
         "load_1m": round(os.getloadavg()[0], 2),
         "python": platform.python_version(),
-        **{package: version(package) for package in packages},
+        "gpus": gpus(),
+        **{package: _version(package) for package in packages},
     }
+
+
+def gpus() -> list[str]:
+    """Names of the GPUs; asked of the driver, since torch would hold memory of each."""
+    ask = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(ask, capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return done.stdout.strip().splitlines() if done.returncode == 0 else []
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def _cpu_name() -> str:
@@ -50,6 +69,12 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     }
 
 
+def say(text: str) -> None:
+    """Tell how far a long benchmark has come."""
+    sys.stderr.write(f"[{time.strftime('%H:%M:%S')}] {text}\n")
+    sys.stderr.flush()
+
+
 def seconds(act: Callable[[], Any]) -> float:
     """How long a call takes."""
     began = time.perf_counter()
@@ -65,7 +90,7 @@ def sluice(*args: str | Path) -> str:
     """
     env = {k: v for k, v in os.environ.items() if k not in ("PREFECT_API_URL", "SLUICE_ROOT")}
     done = subprocess.run(
-        [SLUICE, *args], env=env, cwd=REPO, stdout=subprocess.PIPE, text=True, check=False
+        [*SLUICE, *args], env=env, cwd=REPO, stdout=subprocess.PIPE, text=True, check=False
     )
     if done.returncode:
         raise SystemExit(f"sluice {' '.join(map(str, args))} ended with code {done.returncode}")
@@ -83,6 +108,12 @@ def created(record: dict[str, Any]) -> float:
     return datetime.fromisoformat(record["created"]).timestamp()
 
 
+def keep(result: Mapping[str, Any], path: Path) -> None:
+    """Write a result, or what there is of it so far."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=2) + "\n")
+
+
 def finish(result: dict[str, Any], path: Path) -> int:
     """Write and show a result.
 
@@ -90,7 +121,6 @@ def finish(result: dict[str, Any], path: Path) -> int:
         The exit code: 0 where the goals are met.
     """
     text = json.dumps(result, indent=2) + "\n"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
+    keep(result, path)
     sys.stdout.write(text)
     return 0 if result["met"] else 1
