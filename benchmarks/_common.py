@@ -5,20 +5,26 @@
 import json
 import os
 import platform
+import signal
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 REPO = Path(__file__).parents[1]
 RESULTS = Path(__file__).with_name("results")
 SLUICE = [sys.executable, "-m", "flows.cli"]
 """The command, installed or not."""
+END_S = 30
+"""Seconds that a process has to end by itself."""
 
 
 def machine(*packages: str) -> dict[str, Any]:
@@ -88,13 +94,68 @@ def sluice(*args: str | Path) -> str:
     Returns:
         What it printed.
     """
-    env = {k: v for k, v in os.environ.items() if k not in ("PREFECT_API_URL", "SLUICE_ROOT")}
     done = subprocess.run(
-        [*SLUICE, *args], env=env, cwd=REPO, stdout=subprocess.PIPE, text=True, check=False
+        [*SLUICE, *args], env=own_env(), cwd=REPO, stdout=subprocess.PIPE, text=True, check=False
     )
     if done.returncode:
         raise SystemExit(f"sluice {' '.join(map(str, args))} ended with code {done.returncode}")
     return done.stdout
+
+
+def own_env() -> dict[str, str]:
+    """The environment of a command that finds this code, no Prefect server and no root."""
+    env = {k: v for k, v in os.environ.items() if k not in ("PREFECT_API_URL", "SLUICE_ROOT")}
+    path = [str(REPO), *filter(None, [env.get("PYTHONPATH")])]
+    return env | {"PYTHONPATH": os.pathsep.join(path)}
+
+
+@contextmanager
+def beside(
+    argv: Sequence[str | Path], log: Path, **streams: Any
+) -> Iterator[subprocess.Popen[Any]]:
+    """A process for as long as the block lasts; then it and all that descend from it are ended.
+
+    Args:
+        argv: its command.
+        log: takes what it prints, unless `streams` says otherwise.
+        streams: of `subprocess.Popen`.
+    """
+    with log.open("wb") as out:
+        given = {"stdout": out, "stderr": out} | streams
+        process = subprocess.Popen(list(argv), env=own_env(), cwd=REPO, process_group=0, **given)
+        try:
+            yield process
+        finally:
+            _end(process)
+
+
+def _end(process: subprocess.Popen[Any]) -> None:
+    root = psutil.Process(process.pid) if process.poll() is None else None
+    tree = [] if root is None else [root, *root.children(recursive=True)]
+    if root is not None:
+        process.send_signal(signal.SIGINT)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(END_S)
+    for one in tree:
+        with suppress(psutil.NoSuchProcess):
+            one.kill()
+    psutil.wait_procs(tree, timeout=END_S)
+    process.wait()
+
+
+def tail(log: Path, lines: int = 30) -> str:
+    """The end of a log, for an error."""
+    return "\n".join(log.read_text(errors="replace").splitlines()[-lines:]) if log.exists() else ""
+
+
+def write_config(path: Path, tree: Mapping[str, Mapping[str, Any]]) -> Path:
+    """A run's file: sections with their settings."""
+    lines = []
+    for name, section in tree.items():
+        # JSON's strings, numbers, booleans and lists are TOML's too.
+        lines += [f"[{name}]", *(f"{key} = {json.dumps(one)}" for key, one in section.items()), ""]
+    path.write_text("\n".join(lines))
+    return path
 
 
 def read_records(root: Path, run_id: str) -> list[dict[str, Any]]:

@@ -101,9 +101,9 @@ def _tokenizer(vocabulary: int) -> Any:
     )
 
 
-def prompts(count: int, tokens: int, vocabulary: int, seed: int = 0) -> list[list[int]]:
-    """Random prompts of that many tokens each, as ids."""
-    draw = random.Random(seed)
+def prompts(name: str, count: int, tokens: int) -> list[list[int]]:
+    """Random prompts for a shape, of that many tokens each, as ids."""
+    draw, vocabulary = random.Random(0), shape(name).vocab_size
     return [[draw.randrange(2, vocabulary) for _ in range(tokens)] for _ in range(count)]
 
 
