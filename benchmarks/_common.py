@@ -158,6 +158,18 @@ def write_config(path: Path, tree: Mapping[str, Mapping[str, Any]]) -> Path:
     return path
 
 
+def parsed(settings: Sequence[str]) -> dict[str, Any]:
+    """Settings given as KEY=VALUE: a value that is JSON is what it says, any other is text."""
+    out: dict[str, Any] = {}
+    for one in settings:
+        key, _, value = one.partition("=")
+        try:
+            out[key] = json.loads(value)
+        except json.JSONDecodeError:
+            out[key] = value
+    return out
+
+
 def read_records(root: Path, run_id: str) -> list[dict[str, Any]]:
     """The commit record of every iteration of a run, read as plain files."""
     files = sorted((root / "runs" / run_id / "it").glob("*/_COMMITTED.json"))

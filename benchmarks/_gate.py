@@ -1,4 +1,4 @@
-"""A gate in a run: its reward function waits there, so that a benchmark can time a turn of the loop.
+"""A gate in a run: its reward function waits there, so that a turn of the loop can be timed.
 
 The gate lies in the reward stage of each iteration, the only point at which nothing is done ahead.
 From the opening of one iteration's gate to the arrival at the next there is one of everything:

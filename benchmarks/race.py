@@ -43,20 +43,14 @@ from benchmarks._common import (
     write_config,
 )
 from benchmarks._gate import Gate
+from benchmarks._server import SGLANG, START_S
 from rlcore.store.manifest import Manifest
 from rlcore.store.objects import Objects
 from rlcore.store.run_store import RunStore
 
 GOAL, STORE_AND_PREFECT_GOAL_S = 5.0, 0.2
 RUN = "race"
-START_S, TURN_S = 400.0, 240.0
-SGLANG = {
-    "attention_backend": "fa3",
-    "sampling_backend": "pytorch",
-    "disable_prefill_cuda_graph": True,
-    "cuda_graph_max_bs_decode": 256,
-    "mem_fraction_static": 0.25,
-}
+TURN_S = 240.0
 
 
 @dataclass(frozen=True)
