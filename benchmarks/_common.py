@@ -5,19 +5,26 @@
 import json
 import os
 import platform
+import signal
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import datetime
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 REPO = Path(__file__).parents[1]
 RESULTS = Path(__file__).with_name("results")
-SLUICE = Path(sys.executable).with_name("sluice")
+SLUICE = [sys.executable, "-m", "flows.cli"]
+"""The command, installed or not."""
+END_S = 30
+"""Seconds that a process has to end by itself."""
 
 
 def machine(*packages: str) -> dict[str, Any]:
@@ -27,8 +34,26 @@ def machine(*packages: str) -> dict[str, Any]:
         "cpu": _cpu_name(),
         "load_1m": round(os.getloadavg()[0], 2),
         "python": platform.python_version(),
-        **{package: version(package) for package in packages},
+        "gpus": gpus(),
+        **{package: _version(package) for package in packages},
     }
+
+
+def gpus() -> list[str]:
+    """Names of the GPUs; asked of the driver, since torch would hold memory of each."""
+    ask = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(ask, capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return done.stdout.strip().splitlines() if done.returncode == 0 else []
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def _cpu_name() -> str:
@@ -50,6 +75,12 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     }
 
 
+def say(text: str) -> None:
+    """Tell how far a long benchmark has come."""
+    sys.stderr.write(f"[{time.strftime('%H:%M:%S')}] {text}\n")
+    sys.stderr.flush()
+
+
 def seconds(act: Callable[[], Any]) -> float:
     """How long a call takes."""
     began = time.perf_counter()
@@ -63,13 +94,80 @@ def sluice(*args: str | Path) -> str:
     Returns:
         What it printed.
     """
-    env = {k: v for k, v in os.environ.items() if k not in ("PREFECT_API_URL", "SLUICE_ROOT")}
     done = subprocess.run(
-        [SLUICE, *args], env=env, cwd=REPO, stdout=subprocess.PIPE, text=True, check=False
+        [*SLUICE, *args], env=own_env(), cwd=REPO, stdout=subprocess.PIPE, text=True, check=False
     )
     if done.returncode:
         raise SystemExit(f"sluice {' '.join(map(str, args))} ended with code {done.returncode}")
     return done.stdout
+
+
+def own_env() -> dict[str, str]:
+    """The environment of a command that finds this code, no Prefect server and no root."""
+    env = {k: v for k, v in os.environ.items() if k not in ("PREFECT_API_URL", "SLUICE_ROOT")}
+    path = [str(REPO), *filter(None, [env.get("PYTHONPATH")])]
+    return env | {"PYTHONPATH": os.pathsep.join(path)}
+
+
+@contextmanager
+def beside(
+    argv: Sequence[str | Path], log: Path, **streams: Any
+) -> Iterator[subprocess.Popen[Any]]:
+    """A process for as long as the block lasts; then it and all that descend from it are ended.
+
+    Args:
+        argv: its command.
+        log: takes what it prints, unless `streams` says otherwise.
+        streams: of `subprocess.Popen`.
+    """
+    with log.open("wb") as out:
+        given = {"stdout": out, "stderr": out} | streams
+        process = subprocess.Popen(list(argv), env=own_env(), cwd=REPO, process_group=0, **given)
+        try:
+            yield process
+        finally:
+            _end(process)
+
+
+def _end(process: subprocess.Popen[Any]) -> None:
+    root = psutil.Process(process.pid) if process.poll() is None else None
+    tree = [] if root is None else [root, *root.children(recursive=True)]
+    if root is not None:
+        process.send_signal(signal.SIGINT)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(END_S)
+    for one in tree:
+        with suppress(psutil.NoSuchProcess):
+            one.kill()
+    psutil.wait_procs(tree, timeout=END_S)
+    process.wait()
+
+
+def tail(log: Path, lines: int = 30) -> str:
+    """The end of a log, for an error."""
+    return "\n".join(log.read_text(errors="replace").splitlines()[-lines:]) if log.exists() else ""
+
+
+def write_config(path: Path, tree: Mapping[str, Mapping[str, Any]]) -> Path:
+    """A run's file: sections with their settings."""
+    lines = []
+    for name, section in tree.items():
+        # JSON's strings, numbers, booleans and lists are TOML's too.
+        lines += [f"[{name}]", *(f"{key} = {json.dumps(one)}" for key, one in section.items()), ""]
+    path.write_text("\n".join(lines))
+    return path
+
+
+def parsed(settings: Sequence[str]) -> dict[str, Any]:
+    """Settings given as KEY=VALUE: a value that is JSON is what it says, any other is text."""
+    out: dict[str, Any] = {}
+    for one in settings:
+        key, _, value = one.partition("=")
+        try:
+            out[key] = json.loads(value)
+        except json.JSONDecodeError:
+            out[key] = value
+    return out
 
 
 def read_records(root: Path, run_id: str) -> list[dict[str, Any]]:
@@ -83,6 +181,12 @@ def created(record: dict[str, Any]) -> float:
     return datetime.fromisoformat(record["created"]).timestamp()
 
 
+def keep(result: Mapping[str, Any], path: Path) -> None:
+    """Write a result, or what there is of it so far."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=2) + "\n")
+
+
 def finish(result: dict[str, Any], path: Path) -> int:
     """Write and show a result.
 
@@ -90,7 +194,6 @@ def finish(result: dict[str, Any], path: Path) -> int:
         The exit code: 0 where the goals are met.
     """
     text = json.dumps(result, indent=2) + "\n"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
+    keep(result, path)
     sys.stdout.write(text)
     return 0 if result["met"] else 1

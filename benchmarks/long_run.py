@@ -92,7 +92,7 @@ def main() -> int:
     facts = machine("torch", "ray", "prefect")
     env = {k: v for k, v in os.environ.items() if k not in ("PREFECT_API_URL", "SLUICE_ROOT")}
     with tempfile.TemporaryDirectory(prefix="sluice-long-") as name:
-        argv = [SLUICE, "train", CONFIG, "--root", name, "--run-id", "long"]
+        argv = [*SLUICE, "train", CONFIG, "--root", name, "--run-id", "long"]
         argv += ["--set", f"train.num_iterations={args.iterations}"]
         with subprocess.Popen(argv, env=env, cwd=REPO, stdout=subprocess.DEVNULL) as process:
             readings = watch(process, Path(name), "long")

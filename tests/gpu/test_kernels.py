@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from benchmarks._shapes import make_model  # noqa: E402
+from benchmarks._shapes import build  # noqa: E402
 from rlcore.algorithms.aggregate import Totals  # noqa: E402
 from rlcore.algorithms.logprobs import chunked_log_probs  # noqa: E402
 from rlcore.algorithms.packing import TrainSequence  # noqa: E402
@@ -79,7 +79,7 @@ def test_log_probs_of_a_large_vocabulary(with_entropy: bool) -> None:
 
 
 def test_a_step_is_that_of_a_cpu(tmp_path: Path) -> None:
-    folder = make_model("tiny", tmp_path / "model", "cpu")
+    folder = build("tiny", tmp_path / "model")
     draw = torch.Generator().manual_seed(1)
     sequences = tuple(
         TrainSequence(
