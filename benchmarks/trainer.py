@@ -187,17 +187,7 @@ def profile(step: Any, path: Path) -> None:
     with torch.profiler.profile(activities=activities) as found:
         step()
         torch.cuda.synchronize()
-    kernels = sorted(
-        (event.time_range.start, event.time_range.end)
-        for event in found.events()
-        if event.device_type == torch.autograd.DeviceType.CUDA
-    )
-    busy, until = 0.0, 0.0
-    for start, end in kernels:
-        busy += max(0.0, end - max(start, until))
-        until = max(until, end)
-    span = kernels[-1][1] - kernels[0][0]
-    print(f"the GPU worked {busy / 1e3:.0f} of {span / 1e3:.0f} ms in {len(kernels)} kernels")
+    found.export_chrome_trace(str(path.with_suffix(".json.gz")))
     table = found.key_averages().table(sort_by="self_cuda_time_total", row_limit=45)
     path.write_text("\n".join(line[:60] + line[-170:] for line in table.splitlines()))
 

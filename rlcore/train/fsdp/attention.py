@@ -28,7 +28,7 @@ ATTENTION = "sluice_packed"
 HALF = (torch.bfloat16, torch.float16)
 """What FlashAttention computes in."""
 KNOWS_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
-"""Whether this torch takes fewer heads of keys than of queries."""
+"""Whether this torch wants to be told of fewer heads of keys; older ones take them as they are."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -116,12 +116,7 @@ def _variable_length(
     query: Tensor, key: Tensor, value: Tensor, layout: SequenceLayout, scaling: float | None
 ) -> Tensor:
     """[T, heads, width], from [heads, T, width] of each."""
-    more: dict[str, Any] = {}
-    if query.shape[0] != key.shape[0]:
-        if KNOWS_GROUPS:
-            more["enable_gqa"] = True
-        else:
-            key, value = (x.repeat_interleave(len(query) // len(x), 0) for x in (key, value))
+    more = {"enable_gqa": True} if KNOWS_GROUPS and query.shape[0] != key.shape[0] else {}
     mixed = varlen_attn(
         query.transpose(0, 1),
         key.transpose(0, 1),
