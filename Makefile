@@ -8,7 +8,13 @@ BIN := .venv/bin
 # Named by content, so a checkout that only touches the files installs nothing again.
 INSTALLED := .venv/.installed-$(shell cat constraints.txt pyproject.toml | sha256sum | cut -c1-16)
 
-.PHONY: install quickstart test lint ui screenshots slow chaos bench clean
+# `make gpu-test PY=python3` takes that interpreter as it is and installs nothing; so does gpu-bench.
+GPU_PY := $(or $(PY),$(BIN)/python)
+GPU_BENCHMARKS := trainer rollout sync race two_gpus
+OUT ?= benchmarks/results
+PYTEST_PLAIN := -c /dev/null --rootdir=. --import-mode=importlib -p no:cacheprovider
+
+.PHONY: install quickstart test lint ui screenshots slow chaos bench gpu-test gpu-bench clean
 
 install: $(INSTALLED)
 
@@ -49,8 +55,20 @@ chaos: install
 	$(BIN)/python -m benchmarks.chaos
 
 bench: install
-	@missed=0; for file in $(filter-out benchmarks/chaos.py,$(wildcard benchmarks/[a-z]*.py)); do \
+	@missed=0; for file in $(filter-out benchmarks/chaos.py $(GPU_BENCHMARKS:%=benchmarks/%.py),$(wildcard benchmarks/[a-z]*.py)); do \
 	  $(BIN)/python -m benchmarks.$$(basename $$file .py) || missed=1; \
+	done; exit $$missed
+
+# What needs a GPU; elsewhere each test says why it is skipped. Plain pytest: a machine that is lent
+# may lack the plugins that pyproject.toml names.
+gpu-test: $(if $(PY),,install)
+	PYTHONPATH=$(CURDIR):$(CURDIR)/tests/support:$$PYTHONPATH \
+	  $(GPU_PY) -m pytest $(PYTEST_PLAIN) -rsP -W ignore::pytest.PytestUnknownMarkWarning tests/gpu
+
+gpu-bench: $(if $(PY),,install)
+	@nvidia-smi -L >/dev/null 2>&1 || { echo "skipped: nvidia-smi finds no GPU here"; exit 0; }; \
+	missed=0; for name in $(GPU_BENCHMARKS); do \
+	  PYTHONPATH=$(CURDIR):$$PYTHONPATH $(GPU_PY) -m benchmarks.$$name --result $(OUT)/$$name.json || missed=1; \
 	done; exit $$missed
 
 clean:

@@ -4,7 +4,7 @@ No token ends a response: the config names no end of sequence, so all responses 
 was asked for. A vocabulary's every id is a word of its own, so that decoding costs what it does for
 a real model.
 
-Run: python -m benchmarks._shapes SHAPE FOLDER
+Run: python -m benchmarks._shapes SHAPE FOLDER SEED
 """
 
 import json
@@ -41,15 +41,15 @@ def shape(name: str) -> Architecture:
     return TINY if name == "tiny" else read_preset(name).architecture
 
 
-def build(name: str, folder: Path) -> Path:
+def build(name: str, folder: Path, seed: int = 0) -> Path:
     """Write a model folder, in a process of its own that leaves no GPU memory behind."""
     if not (folder / "config.json").exists():
-        argv = [sys.executable, "-m", "benchmarks._shapes", name, str(folder)]
+        argv = [sys.executable, "-m", "benchmarks._shapes", name, str(folder), str(seed)]
         subprocess.run(argv, cwd=REPO, check=True, timeout=BUILD_S)
     return folder
 
 
-def write(name: str, folder: Path) -> None:
+def write(name: str, folder: Path, seed: int) -> None:
     """Write config, tokenizer and random weights: bfloat16, or float32 where there is no GPU."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -79,7 +79,7 @@ def write(name: str, folder: Path) -> None:
         pad_token_id=0,
         dtype=str(dtype).removeprefix("torch."),
     )
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     with torch.device("cuda" if cuda else "cpu"):
         model = Qwen3ForCausalLM(config).to(dtype)
     model.save_pretrained(folder)
@@ -120,4 +120,4 @@ def write_prompts(path: Path, made: list[list[int]], label: str = "") -> Path:
 
 
 if __name__ == "__main__":
-    write(sys.argv[1], Path(sys.argv[2]))
+    write(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))

@@ -24,7 +24,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +42,8 @@ from benchmarks._common import (
     write_config,
 )
 from benchmarks._gate import Gate
-from benchmarks._server import SGLANG, START_S
+from benchmarks._runs import Size, run_config
+from benchmarks._server import START_S
 from rlcore.store.manifest import Manifest
 from rlcore.store.objects import Objects
 from rlcore.store.run_store import RunStore
@@ -53,60 +53,20 @@ RUN = "race"
 TURN_S = 240.0
 
 
-@dataclass(frozen=True)
-class Size:
-    """Of an iteration."""
-
-    shape: str
-    prompts: int
-    samples: int
-    prompt_tokens: int
-    new_tokens: int
-    micro_batch: int
-    """Of TRL."""
-    cuda: bool
-
-    @property
-    def batch(self) -> int:
-        """Samples."""
-        return self.prompts * self.samples
-
-    @property
-    def context(self) -> int:
-        """Longest sequence, and room."""
-        return self.prompt_tokens + self.new_tokens + 32
+FULL = Size("qwen3-0.6B", 32, 8, 64, 512, cuda=True)
+TINY = Size("tiny", 2, 4, 8, 8, cuda=False)
+MICRO_BATCH = 32
+"""Of TRL."""
 
 
-FULL = Size("qwen3-0.6B", 32, 8, 64, 512, 32, cuda=True)
-TINY = Size("tiny", 2, 4, 8, 8, 4, cuda=False)
-
-
-def sluice_config(size: Size, model: Path, data: Path, iterations: int) -> dict[str, Any]:
-    """The run's settings."""
-    tree: dict[str, Any] = {
-        "model": {"path": str(model)},
-        "data": {"path": str(data), "label_key": "label"},
-        "reward": {
-            "custom_rm_path": f"{REPO / 'benchmarks' / '_gate.py'}:reward",
-            "batched": True,
-            "timeout_s": 2 * TURN_S,
-        },
-        "rollout": {
-            "rollout_batch_size": size.prompts,
-            "n_samples_per_prompt": size.samples,
-            "max_response_len": size.new_tokens,
-            "context_length": size.context,
-        },
-        "train": {"num_iterations": iterations, "global_batch_size": size.batch, "lr": 1e-6},
-        "checkpoint": {"state_interval": 1000},
-        "cluster": {"ray_address": "local", "device": "cpu"},
-        "weights": {"transport": "tensor"},
-    }
+def gated(size: Size, model: Path, data: Path, iterations: int) -> dict[str, Any]:
+    """The run's settings: its reward function waits at the gate."""
+    tree = run_config(size, model, data, iterations)
+    reward = f"{REPO / 'benchmarks' / '_gate.py'}:reward"
+    tree["reward"] = {"custom_rm_path": reward, "batched": True, "timeout_s": 2 * TURN_S}
+    tree["weights"] = {"transport": "tensor"}
     if size.cuda:
-        tree["rollout"]["engine"] = "sglang"
-        tree["train"] |= {"precision": "bfloat16", "max_tokens_per_gpu": 16384}
-        tree["cluster"] |= {"device": "cuda", "colocate": True}
-        tree["sglang"] = SGLANG
+        tree["cluster"]["colocate"] = True
     return tree
 
 
@@ -230,7 +190,7 @@ def sluice_run(
     )
     data = _shapes.write_prompts(folder / "prompts.jsonl", ids, str(gate.folder))
     # One iteration more than turns: the last turn ends at the gate of the one after it.
-    config = write_config(folder / "run.toml", sluice_config(size, model, data, turns + 1))
+    config = write_config(folder / "run.toml", gated(size, model, data, turns + 1))
     sets = [part for one in more for part in ("--set", one)]
     argv = [*SLUICE, "train", config, "--root", folder / "root", "--run-id", RUN, *sets]
     with beside(argv, log) as process:
@@ -249,7 +209,7 @@ def peer_run(size: Size, model: Path, folder: Path, turns: int) -> Iterator[Peer
         "prompts_a_step": size.prompts,
         "samples": size.samples,
         "tokens": size.new_tokens,
-        "micro_batch": size.micro_batch,
+        "micro_batch": min(MICRO_BATCH, size.batch),
         "max_steps": turns + 1,
         "cuda": size.cuda,
     }

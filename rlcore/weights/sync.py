@@ -88,10 +88,46 @@ class SyncSpec:
 
 @dataclass(frozen=True, slots=True)
 class SyncReport:
-    """What a sync did; seconds by part and the largest canary difference of all engines."""
+    """What a sync did; seconds by part and the largest canary difference of all engines.
+
+    `seconds_paused` is from the pause to the continuation: flush (with the pause), send, resume
+    (with the look at the version). `seconds_gather` is part of prepare or send: some transports
+    gather while they send.
+    """
 
     version: str
     metrics: dict[str, float]
+
+
+class Timed:
+    """An iterator that knows how long it was waited for."""
+
+    def __init__(self, parts: Iterator[Any]) -> None:
+        self._parts = parts
+        self.seconds = 0.0
+
+    def __iter__(self) -> Timed:
+        return self
+
+    def __next__(self) -> Any:
+        start = time.perf_counter()
+        try:
+            return next(self._parts)
+        finally:
+            self.seconds += time.perf_counter() - start
+
+
+class Laps:
+    """Seconds of the parts of something, one after another."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._since = time.perf_counter()
+
+    def end(self, name: str) -> None:
+        """A part ends, and the next one begins."""
+        now = time.perf_counter()
+        self.seconds[name], self._since = now - self._since, now
 
 
 class WeightSync:
@@ -122,7 +158,7 @@ class WeightSync:
         )
         ours = trainer.log_probs(sequences)
         transport = self._transport(spec)
-        parts = transport.parts(trainer.named_tensors(spec.dtype, spec.device))
+        parts = Timed(transport.parts(trainer.named_tensors(spec.dtype, spec.device)))
         try:
             if self._rank != 0:
                 return None
@@ -133,6 +169,7 @@ class WeightSync:
         finally:
             for _ in parts:
                 pass
+        metrics["seconds_gather"] = parts.seconds
         metrics["seconds_prepare"] = prepared - start
         metrics["seconds"] = time.perf_counter() - start
         return SyncReport(spec.version, metrics)
@@ -154,13 +191,14 @@ class WeightSync:
         ours: Sequence[Sequence[float]],
     ) -> dict[str, float]:
         """Everything that needs the engines."""
-        engines = self._engines(spec)
-        start = time.perf_counter()
+        engines, laps = self._engines(spec), Laps()
         try:
             await together(*(e.pause(spec.pause_mode) for e in engines))
             if spec.pause_mode == "abort":
                 await together(*(e.flush_cache() for e in engines))
+            laps.end("seconds_flush")
             await transport.send(engines, parts)
+            laps.end("seconds_send")
             await together(*(_check_version(e, spec.version) for e in engines))
         except BaseException:
             # The first error is the one to tell; an engine that cannot go on is found by its own.
@@ -171,18 +209,16 @@ class WeightSync:
                 await together(*(e.resume() for e in engines))
             raise
         await together(*(e.resume() for e in engines))
+        laps.end("seconds_resume")
+        paused = sum(laps.seconds.values())
         transport.confirmed()
-        paused = time.perf_counter()
         theirs = await together(*(e.prompt_log_probs(sequences) for e in engines))
         gaps = [
             canary.check(engine.url, ours, answer, spec.canary_tolerance)
             for engine, answer in zip(engines, theirs, strict=True)
         ]
-        return {
-            "canary_abs_diff": max(gaps),
-            "seconds_paused": paused - start,
-            "seconds_canary": time.perf_counter() - paused,
-        }
+        laps.end("seconds_canary")
+        return {"canary_abs_diff": max(gaps), "seconds_paused": paused, **laps.seconds}
 
     def _transport(self, spec: SyncSpec) -> Transport:
         if spec.transport == "disk":
