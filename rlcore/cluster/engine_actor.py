@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rlcore.cluster.actor_logs import Line, Lines
 from rlcore.engine.launch import EngineProcess, embedded_argv
+from rlcore.engine.options import check_options
 from rlcore.engine.sglang import Argument, sglang_argv
 from rlcore.net import free_port
 
@@ -61,10 +62,12 @@ class EngineActor:
             Its URL.
 
         Raises:
+            ConfigError: the server takes no such arguments.
             EngineError: it ended or did not answer in time; the text holds the end of its log.
         """
         spec, port = self._spec, port or free_port()
         if spec.engine == "sglang":
+            check_options(spec.sglang)
             own: dict[str, Argument] = {
                 "weight_version": weight_version,
                 "random_seed": spec.random_seed + self._rank,
