@@ -12,6 +12,7 @@ from rlcore.cluster.ray_session import LOCAL, check_head, where_ray_is
 from rlcore.config import ModelConfig, RunConfig
 from rlcore.data.dataset import OPTIONAL, check_dataset, first_rows, require_columns
 from rlcore.data.demonstrations import require_demonstration
+from rlcore.engine.options import check_options
 from rlcore.errors import (
     ClusterError,
     ConfigError,
@@ -111,7 +112,7 @@ def check_writable(config: RunConfig) -> None:
 
 def check_engine(config: RunConfig) -> None:
     """The engine, if there is one, is installed where it runs beside this process; else a Ray head
-    is there.
+    is there. Arguments of a server are ones that it takes, as far as that can be told here.
     """
     try:
         check_head(config.cluster.ray_address)
@@ -124,6 +125,8 @@ def check_engine(config: RunConfig) -> None:
             "rollout.engine = 'sglang', but sglang is not installed here; install the extra `gpu`, "
             "or use 'embedded'"
         )
+    if sglang:
+        check_options(config.sglang)
 
 
 def check_model(model: ModelConfig) -> None:

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rlcore.cluster.actor_logs import Line, Lines
-from rlcore.config.tree import Scalar
 from rlcore.engine.launch import EngineProcess, embedded_argv
-from rlcore.engine.sglang import sglang_argv
+from rlcore.engine.options import check_options
+from rlcore.engine.sglang import Argument, sglang_argv
 from rlcore.net import free_port
 
 log = logging.getLogger("sluice.engine")
@@ -32,7 +32,7 @@ class EngineSpec:
     start_timeout_s: float = 600.0
     check_interval_s: float = 1.0
     check_timeout_s: float = 15.0
-    sglang: dict[str, Scalar] = field(default_factory=dict)
+    sglang: dict[str, Argument] = field(default_factory=dict)
 
 
 class EngineActor:
@@ -62,11 +62,13 @@ class EngineActor:
             Its URL.
 
         Raises:
+            ConfigError: the server takes no such arguments.
             EngineError: it ended or did not answer in time; the text holds the end of its log.
         """
         spec, port = self._spec, port or free_port()
         if spec.engine == "sglang":
-            own: dict[str, Scalar] = {
+            check_options(spec.sglang)
+            own: dict[str, Argument] = {
                 "weight_version": weight_version,
                 "random_seed": spec.random_seed + self._rank,
             }

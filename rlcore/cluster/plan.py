@@ -6,6 +6,7 @@ from pathlib import Path
 from rlcore.cluster.engine_actor import EngineSpec
 from rlcore.cluster.rollout_plan import RolloutPlan
 from rlcore.config import RunConfig, config_digest
+from rlcore.config.engines import tensor_parallel
 from rlcore.slime.compat.attributes import slime_args_of
 from rlcore.starting_model import model_digest, model_path
 from rlcore.store.credentials import all_options
@@ -67,7 +68,7 @@ def engine_spec(plan: FleetPlan) -> EngineSpec:
         dtype=plan.engine_dtype,
         context_length=rollout.context_length,
         max_running_requests=rollout.max_running_requests,
-        tensor_parallel=plan.config.cluster.rollout_num_gpus_per_engine,
+        tensor_parallel=tensor_parallel(plan.config),
         random_seed=plan.config.run.seed,
         start_timeout_s=rollout.start_timeout_s,
         check_interval_s=rollout.health_check_interval_s,

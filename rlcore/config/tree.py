@@ -26,6 +26,7 @@ from rlcore.config.algorithm import AlgorithmConfig as AlgorithmConfig
 from rlcore.config.data import DataConfig as DataConfig
 from rlcore.config.data import EvalConfig as EvalConfig
 from rlcore.config.data import EvalDataset as EvalDataset
+from rlcore.config.engines import check_engines
 from rlcore.config.model import ModelConfig as ModelConfig
 from rlcore.config.reward import NO_REWARD
 from rlcore.config.reward import JudgeConfig as JudgeConfig
@@ -255,8 +256,8 @@ class RunConfig(Section):
     """Where metrics go beside the store and Prefect."""
     compat: CompatConfig = CompatConfig()
     """Plugins written for other programs."""
-    sglang: dict[str, Scalar] = {}
-    """Arguments of SGLang's server, by their own names."""
+    sglang: dict[str, Scalar | list[Scalar]] = {}
+    """Arguments of SGLang's server, by their own names; a list where one takes several values."""
 
     @model_validator(mode="before")
     @classmethod
@@ -435,24 +436,36 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _backends_exist(self) -> "RunConfig":
-        if secret := next(filter(names_a_secret, self.sglang), None):
+    def _the_policy_is_trained(self) -> "RunConfig":
+        alone, whole = self.algorithm.num_critic_only_steps, self.train.num_iterations
+        if self.trains and alone >= whole:
             raise ValueError(
-                f"sglang.{secret} is a secret, and a configuration is stored and shown as it is; "
-                "engines listen on loopback alone and need none: remove it"
+                f"algorithm.num_critic_only_steps = {alone} with train.num_iterations = {whole}: "
+                "the policy would never be trained; lower the one or raise the other"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _greedy_evaluations_ask_once(self) -> "RunConfig":
+        rollout = self.rollout
+        own = rollout.custom_generate_function_path or self.eval.eval_function_path
+        if own or self.data.generate_function_key:
+            return self
+        for one in self.eval.datasets:
+            count = one.n_samples_per_eval_prompt
+            greedy = one.temperature == 0 and one.custom_generate_function_path is None
+            if greedy and count > 1:
+                raise ValueError(
+                    f"temperature = 0 of eval.datasets {one.name!r} gives the same response "
+                    f"n_samples_per_eval_prompt = {count} times; use a temperature above 0, or 1"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _backends_exist(self) -> "RunConfig":
         if self.train.backend == "megatron":
             raise ValueError("train.backend = 'megatron' does not exist yet; use 'fsdp'")
-        if self.rollout.engine == "embedded" and self.sglang:
-            raise ValueError(
-                f"sglang.{next(iter(self.sglang))} is set but rollout.engine = 'embedded'; "
-                "set rollout.engine = 'sglang' or remove it"
-            )
-        if self.cluster.rollout_num_gpus % self.cluster.rollout_num_gpus_per_engine:
-            raise ValueError(
-                f"cluster.rollout_num_gpus = {self.cluster.rollout_num_gpus} is no multiple of "
-                f"cluster.rollout_num_gpus_per_engine = {self.cluster.rollout_num_gpus_per_engine}"
-            )
+        check_engines(self)
         return self
 
     @property

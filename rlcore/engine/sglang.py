@@ -4,9 +4,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from rlcore.errors import ConfigError
-
 Scalar = bool | int | float | str
+Argument = Scalar | list[Scalar]
 
 
 def sglang_argv(
@@ -17,15 +16,14 @@ def sglang_argv(
     dtype: str = "auto",
     context_length: int | None = None,
     host: str = "127.0.0.1",
-    extra: Mapping[str, Scalar] | None = None,
+    extra: Mapping[str, Argument] | None = None,
 ) -> list[str]:
     """`python -m sglang.launch_server ...`.
 
     `extra` holds further server arguments by name: `chunked_prefill_size = 4096` becomes
-    `--chunked-prefill-size 4096`, True a flag without value, False nothing. ConfigError for a name
-    that has a setting of its own.
+    `--chunked-prefill-size 4096`, a list several values, True a flag without value, False nothing.
     """
-    arguments: dict[str, Scalar | None] = {
+    arguments: dict[str, Argument | None] = {
         "model_path": str(model_path),
         "host": host,
         "port": port,
@@ -33,18 +31,17 @@ def sglang_argv(
         "dtype": dtype,
         "context_length": context_length,
     }
-    for name, value in (extra or {}).items():
-        key = name.replace("-", "_")
-        if key in arguments:
-            raise ConfigError(
-                f"The SGLang argument '{name}' cannot be given as an extra: it is set from the "
-                "run's own settings."
-            )
-        arguments[key] = value
-    argv = [sys.executable, "-P", "-m", "sglang.launch_server"]
+    arguments |= {name.replace("-", "_"): value for name, value in (extra or {}).items()}
+    return [sys.executable, "-P", "-m", "sglang.launch_server", *options(arguments)]
+
+
+def options(arguments: Mapping[str, Argument | None]) -> list[str]:
+    """Arguments by name as words of a command line."""
+    argv = []
     for key, setting in arguments.items():
-        option = f"--{key.replace('_', '-')}"
         if setting is None or setting is False:
             continue
-        argv += [option] if setting is True else [option, str(setting)]
+        argv.append(f"--{key.replace('_', '-')}")
+        if setting is not True:
+            argv += map(str, setting if isinstance(setting, list) else [setting])
     return argv

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rlcore.config.engines import OWN_ARGUMENTS
 from rlcore.config.load import put
+from rlcore.config.section import Scalar
 from rlcore.config.tree import WITHOUT_ENGINES
 from rlcore.errors import ConfigError
 from rlcore.slime.architecture import match_architecture
@@ -155,7 +157,9 @@ def _argument(name: str) -> Argument | None:
         return known if known is not None and known.takes == "switch" else None
     if known is None and name.startswith(PASSED_ON):
         option = name.removeprefix(PASSED_ON).replace("-", "_")
-        return Argument(name, "strs", Setting(f"sglang.{option}", _scalar))
+        key = OWN_ARGUMENTS.get(option, f"sglang.{option}")
+        rule = Setting(key, _of_sglang) if key else Refused("a run sets it by itself")
+        return Argument(name, "strs", rule)
     if known is None and name.startswith(ROUTER):
         return Argument(name, "strs", Refused("requests go to the engines; there is no router"))
     return known
@@ -173,18 +177,19 @@ def _value(argument: Argument, name: str, words: list[str]) -> Any:
     return READ[argument.takes](words[0])
 
 
-def _scalar(words: list[str]) -> bool | int | float | str:
-    """The value of an option of SGLang; one without a word is a flag."""
-    if not words:
-        return True
-    if len(words) > 1:
-        raise ConfigError(f"sglang options with several values are not passed on: {words}")
+def _of_sglang(words: list[str]) -> Scalar | list[Scalar]:
+    """The value of an option of SGLang, or several; one without a word is a flag."""
+    values = [_scalar(word) for word in words]
+    return values if len(values) > 1 else values[0] if values else True
+
+
+def _scalar(word: str) -> Scalar:
     for kind in (int, float):
         try:
-            return kind(words[0])
+            return kind(word)
         except ValueError:
             continue
-    return words[0]
+    return word
 
 
 def _nearest(name: str) -> str:

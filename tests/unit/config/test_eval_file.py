@@ -39,6 +39,7 @@ eval:
     - name: gpqa
       path: /abs/gpqa.parquet
       temperature: 0.0
+      n_samples_per_eval_prompt: 1
       label_key: null
       metadata_overrides: {level: 3}
 """

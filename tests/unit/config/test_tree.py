@@ -95,9 +95,9 @@ def test_an_unknown_key_is_named_with_the_nearest_right_one(
         ({"run": {"id": "My Run"}}, "run.id", "'My Run'", "text that matches"),
         ({"data": {"path": ""}}, "data.path", "''", "not empty"),
         (
-            {"rollout": {"engine": "sglang"}, "sglang": {"tp": [1]}},
-            "sglang.tp",
-            "[1]",
+            {"rollout": {"engine": "sglang"}, "sglang": {"page_size": {"a": 1}}},
+            "sglang.page_size",
+            "{'a': 1}",
             "a valid boolean or a valid integer",
         ),
         (

@@ -142,3 +142,25 @@ def test_smollm2_s_rewards_look_at_the_last_integer(
     rewards = module("smollm2/reward")
     sample = Sample(response=response, label=label)
     assert (rewards.exact(None, sample), rewards.near(None, sample)) == (exact, near)
+
+
+def test_smollm2_is_trained_on_no_sum_that_is_held_out() -> None:
+    data = module("smollm2/data")
+    easy = [{"sum": f"{n} + 1 =", "label": f"{n + 1}"} for n in range(600)]
+    hard = [{"sum": f"{n} + 1 =", "label": f"{n + 1}"} for n in range(100, 2000)]
+    files = data.files(easy, hard)
+    assert files["eval.jsonl"] == easy[:256] and files["train.jsonl"] == easy[256:]
+    assert files["hard-eval.jsonl"] == hard[500:756], "the easy ones are not held out twice"
+    assert files["hard-train.jsonl"] == hard[156:500] + hard[756:]
+
+
+def test_smollm2_s_curve_is_drawn_beside_the_peer_s(tmp_path: Path) -> None:
+    script = module("smollm2/curve")
+    curve = script.Curve(
+        "mine", [0.1] * 21 + [0.3], [float(n) for n in range(22)], {10: 0.2, 20: 0.4}
+    )
+    script.draw([curve], tmp_path / "curve.png")
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+    table = script.table([curve])
+    assert "| 21 | 0.068 | 0.100 |" in table and "| 41 | 0.219 |  |" in table
+    assert "| held-out accuracy of 0.35 | never | after 20 iterations, 19 s |" in table

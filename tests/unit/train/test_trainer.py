@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -186,3 +187,37 @@ def test_exported_weights_are_the_trainers(toy: Any, make_trainer: Any, tmp_path
         for name, tensor in trainer.named_tensors(dtype):
             assert torch.equal(weights.pop(name), tensor)
         assert not weights
+
+
+def test_updates_that_vanish_in_bfloat16_reach_the_master_weights(
+    toy: Any, make_trainer: Any
+) -> None:
+    """Half of bfloat16's spacing at 0.02 is six times a step of 1e-5."""
+
+    def matrices(trainer: Any) -> dict[str, torch.Tensor]:
+        named = trainer.named_tensors("float32")
+        return {n: t.detach().clone() for n, t in named if t.dim() == 2}
+
+    trainer = make_trainer(lr=1e-5, precision="bfloat16")
+    before = matrices(trainer)
+    states = ["start", "a", "b", "c"]
+    for seed, (old, new) in enumerate(pairwise(states)):
+        trainer.train(old, new, toy.shares(toy.random_sequences(6, seed=seed), 1)[0])
+    after = matrices(trainer)
+    assert share_moved(before, after) > 0.99
+
+    # The same direction three times, in weights that are bfloat16 themselves.
+    pure = {n: t.to(torch.bfloat16, copy=True) for n, t in before.items()}
+    rounded = {n: t.clone() for n, t in pure.items()}
+    optimizer = torch.optim.AdamW(pure.values(), lr=1e-5, betas=(0.9, 0.98), weight_decay=0.0)
+    for _ in range(3):
+        for name, weight in pure.items():
+            weight.grad = (before[name] - after[name]).to(torch.bfloat16)
+        optimizer.step()
+    assert share_moved(rounded, pure) < 0.25
+
+
+def share_moved(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> float:
+    """Weights that differ, of all."""
+    moved = sum(int((before[name] != after[name]).sum()) for name in before)
+    return moved / sum(tensor.numel() for tensor in before.values())
