@@ -75,7 +75,7 @@ def load_blobs(state: Names, blobs: list[str]) -> list[str]:
 
 
 def load_tensors(state: Names, tensors: Names) -> list[str]:
-    """Copy tensors into `state`; part of the model will do. Returns the names of what was copied."""
+    """Copy tensors into `state`; part of the model will do. Returns their names."""
     _check(state, {n: tuple(t.shape) for n, t in tensors.items()}, "the request", complete=False)
     copy_into(state, iter(tensors.items()))
     return list(tensors)
