@@ -193,7 +193,9 @@ class Run:
             check_repeatable(self.store, k, self.config)
             manifests = {name: self.stage(k, name) for name in ("rollout", "reward", "filter")}
             await self.fleet.train(
-                self._train_inputs(k, manifests, self.state_id_before(k + 1)), save=False
+                self._train_inputs(k, manifests, self.state_id_before(k + 1)),
+                save=False,
+                again=True,
             )
 
     async def _restored(self, i: int) -> bool:
@@ -213,7 +215,7 @@ class Run:
 
     async def ensure_engines(self, version: int) -> None:
         """Have every engine hold policy `version`: the model after that many iterations."""
-        if self.fleet.engine_version != version:
+        if self.fleet.engine_version != version or not await self.fleet.engines_take_over():
             await self.sync_engines(version)
 
     async def sync_engines(self, version: int) -> Work:
@@ -283,8 +285,7 @@ class Run:
         asked = self.ahead and self.config.generates and i < self.config.train.num_iterations
         version = self.version_before(i)
         if asked and i not in self._ahead and self.fleet.engine_version == version:
-            work = self.fleet.generate(i, self.cursor_before(i), version)
-            self._ahead[i] = asyncio.ensure_future(work)
+            self._ahead[i] = asyncio.ensure_future(self._make(i))
 
     def begin_ahead(self, i: int) -> None:
         """Begin the rollouts after that of iteration i, one after another, while it is trained on.

@@ -164,11 +164,16 @@ class Actors:
             await self._group.prepare_model(plan.store.origin, plan.config.model)
             self._model_there.set()
         await self._group.load(plan.start_state())
+        if plan.config.offloads_train:
+            await self._group.offload()
 
     async def _bring_engines(self) -> None:
         places = [self._placement.engine(rank) for rank in range(self._plan.config.num_engines)]
         self._engines = Engines(engine_spec(self._plan), places)
         await self._model_there.wait()
+        if self._plan.config.offloads_train:
+            # An engine takes a share of the memory that it finds free.
+            await self.up("trainer")
         await self._engines.start()
         await self.up("worker")
         await self._set_engines()
@@ -231,6 +236,7 @@ async def start_trainer(plan: FleetPlan, placement: Placement, number: int) -> T
             lora=Lora.of(config.model),
             timeout_s=config.train.deadline_s,
             slime=slime_args_of(config),
+            shares_gpus=config.offloads_train or config.offloads_rollout,
         ),
         places=[placement.trainer(rank) for rank in range(config.world_size)],
         epoch=plan.epoch,

@@ -32,6 +32,8 @@ class EngineSpec:
     start_timeout_s: float = 600.0
     check_interval_s: float = 1.0
     check_timeout_s: float = 15.0
+    releases_memory: bool = False
+    """It gives its memory back while a trainer works on its GPUs."""
     sglang: dict[str, Argument] = field(default_factory=dict)
 
 
@@ -49,6 +51,9 @@ class EngineActor:
         self._spec = spec
         self._rank = rank
         self._env = {} if gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
+        if spec.releases_memory:
+            # Else SGLang keeps what its CUDA graphs work with.
+            self._env["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "true"
         self._process: EngineProcess | None = None
 
     def start(self, weight_version: str, port: int | None) -> str:
@@ -74,6 +79,9 @@ class EngineActor:
             }
             if spec.max_running_requests is not None:
                 own["max_running_requests"] = spec.max_running_requests
+            if spec.releases_memory:
+                # slime's setting too: graphs of prefill do not survive a release.
+                own |= {"enable_memory_saver": True, "disable_prefill_cuda_graph": True}
             argv = sglang_argv(
                 spec.model_path,
                 port,
@@ -103,13 +111,15 @@ class EngineActor:
         """What was logged since the last call."""
         return self._lines.take()
 
-    def probe(self, timeout_s: float) -> str | None:
-        """What is wrong with the server; None if it runs and answers within `timeout_s` seconds."""
+    def probe(self, timeout_s: float, ask: bool = True) -> str | None:
+        """What is wrong with the server; None if it runs and, where it is asked, answers within
+        `timeout_s` seconds.
+        """
         if self._process is None:
             return "it was never started"
         if not self._process.alive():
             return f"its process ended with code {self._process.exit_code}"
-        if not self._process.answers(timeout_s) and self._process.alive():
+        if ask and not self._process.answers(timeout_s) and self._process.alive():
             return f"it did not answer /health within {timeout_s:g} s"
         return None
 

@@ -7,6 +7,9 @@ Invariants:
 - `lock` is held while engines are started again and while weights are pushed, so that neither meets
   the other half done.
 - An engine that goes down again and again without an iteration between them ends the run.
+- What memory each holds is known here alone: a server that is told twice to give the same back
+  ends. While some is given back nobody asks whether it answers, and none is started for want of
+  room.
 """
 
 import asyncio
@@ -20,6 +23,7 @@ from rlcore.cluster.engine_actor import EngineActor, EngineSpec
 from rlcore.cluster.placement import Place
 from rlcore.cluster.ray_session import actor_class, call, gather
 from rlcore.errors import ClusterError, EngineError
+from rlcore.rollout.client import EngineClient
 
 log = logging.getLogger("sluice.engines")
 
@@ -28,6 +32,12 @@ START_VERSION = 0
 RESTARTS = 3
 """How often an engine is started again before an iteration is committed."""
 STOP_PATIENCE_S = 10.0
+MEMORY_PATIENCE_S = 120.0
+"""How long an engine may take to give memory back or to take it."""
+Tags = frozenset[str]
+WEIGHTS: Tags = frozenset(("weights",))
+MEMORY: Tags = WEIGHTS | {"kv_cache", "cuda_graph"}
+"""What an engine holds on its GPUs, by SGLang's names."""
 START_GRACE_S = 30.0
 """What an engine's own limit for its start does not cover: the start of its actor."""
 
@@ -52,6 +62,9 @@ class Engines:
         self._actors = [self._make(rank) for rank in range(len(places))]
         self._starts = [0] * len(places)
         self._launches = [0] * len(places)
+        self._holds = [MEMORY] * len(places)
+        self._ended: dict[int, str] = {}
+        """Those that were ended since they did not give memory back or take it, and why."""
         self._relay = Relay()
 
     async def start(self) -> None:
@@ -73,16 +86,21 @@ class Engines:
         """
         while True:
             await asyncio.sleep(self._spec.check_interval_s)
-            if back := await self.mend():
+            if back := await self.mend(released=False):
                 await refill(back)
 
-    async def mend(self) -> list[str]:
+    async def mend(self, *, released: bool = True) -> list[str]:
         """Start every engine again that has died or hangs; the addresses of those.
+
+        Args:
+            released: also while engines have given memory back; the caller has made room.
 
         Raises:
             EngineError: one went down too often, or does not come up.
         """
         async with self.lock:
+            if not (released or self._are_whole):
+                return []
             reasons = await gather(*(self._probe(rank) for rank in range(len(self._actors))))
             down = {rank: reason for rank, reason in enumerate(reasons) if reason}
             await gather(*(self._restart(rank, reason) for rank, reason in down.items()))
@@ -108,6 +126,58 @@ class Engines:
         for actor in self._actors:
             ray.kill(actor)
 
+    # --- memory -----------------------------------------------------------------------------------
+
+    async def release(self, keep: Tags) -> None:
+        """Have every engine give back all memory but some. One that does not is ended, which frees
+        its memory too, and waits for `mend`. The caller has the lock, and nothing is generated.
+        """
+        await gather(*(self._release(rank, keep) for rank in range(len(self._actors))))
+
+    async def resume(self, tags: Tags) -> None:
+        """Have every engine hold memory again. Weights come back without values. The caller has the
+        lock.
+
+        Raises:
+            EngineError: one does not, or was ended before; `mend` brings it back.
+        """
+        await gather(*(self._resume(rank, tags) for rank in range(len(self._actors))))
+
+    @property
+    def _are_whole(self) -> bool:
+        return not self._ended and all(held == MEMORY for held in self._holds)
+
+    async def _release(self, rank: int, keep: Tags) -> None:
+        if given := self._holds[rank] - keep:
+            try:
+                async with self._client(rank) as client:
+                    if "kv_cache" in given:
+                        await client.flush_cache()
+                    await client.release_memory(sorted(given))
+            except EngineError as error:
+                await self._end(rank, error)
+        self._holds[rank] &= keep
+
+    async def _resume(self, rank: int, tags: Tags) -> None:
+        if rank in self._ended:
+            raise EngineError(f"engine {rank} ({self.urls[rank]}) is down: {self._ended[rank]}")
+        if taken := tags - self._holds[rank]:
+            try:
+                async with self._client(rank) as client:
+                    await client.resume_memory(sorted(taken))
+            except EngineError as error:
+                await self._end(rank, error)
+                raise
+        self._holds[rank] |= tags
+
+    def _client(self, rank: int) -> EngineClient:
+        return EngineClient(self.urls[rank], timeout_s=MEMORY_PATIENCE_S)
+
+    async def _end(self, rank: int, error: EngineError) -> None:
+        log.error("engine %d is ended, and started again when there is room: %s", rank, error)
+        await self._stop(rank)
+        self._ended[rank], self._holds[rank] = str(error), frozenset()
+
     # --- one engine -------------------------------------------------------------------------------
 
     def _make(self, rank: int) -> Any:
@@ -118,6 +188,8 @@ class Engines:
     async def _launch(self, rank: int, port: int | None) -> str:
         actor, what = self._actors[rank], f"engine {rank}"
         self._launches[rank] += 1
+        self._holds[rank] = MEMORY
+        self._ended.pop(rank, None)
         starting = actor.start.remote(str(START_VERSION), port)
         deadline_s = self._spec.start_timeout_s + START_GRACE_S
         try:
@@ -127,10 +199,13 @@ class Engines:
 
     async def _probe(self, rank: int) -> str | None:
         """What is wrong with an engine; None if nothing is."""
+        if rank in self._ended:
+            return self._ended[rank]
         patience = self._spec.check_timeout_s
         try:
             return await call(
-                self._actors[rank].probe.remote(patience),
+                # To say that it is well it may have to generate.
+                self._actors[rank].probe.remote(patience, ask=self._holds[rank] == MEMORY),
                 deadline_s=2 * patience,
                 what=f"the actor of engine {rank}",
             )

@@ -8,7 +8,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rlcore.cluster.actor_logs import Relay
@@ -18,7 +18,8 @@ from rlcore.cluster.plan import FleetPlan
 from rlcore.cluster.ray_session import call, first_of
 from rlcore.cluster.rollout_plan import StageReport
 from rlcore.cluster.trainer_actor import SavedState
-from rlcore.errors import ActorDied
+from rlcore.cluster.turns import Turns
+from rlcore.errors import ActorDied, EngineError
 from rlcore.rollout.limits import Limits
 from rlcore.store.manifest import FileRef
 from rlcore.store.paths import new_attempt, stage_prefix, state_prefix
@@ -59,6 +60,9 @@ class Fleet:
         self._actors = actors
         self._watching: asyncio.Future[None] | None = None
         self._relay = Relay()
+        self._turns = Turns(
+            actors, trainer=plan.config.offloads_train, engines=plan.config.offloads_rollout
+        )
         self._limits = Limits.of_model(str(plan.model_folder), plan.config.rollout.context_length)
         self.start_state = start_state
         self.engine_version: int | None = START_VERSION
@@ -80,7 +84,9 @@ class Fleet:
         """
         actors = Actors(plan)
         try:
-            needed = ACTORS_OF.get(first_stage, KINDS)
+            shares = plan.config.offloads_train or plan.config.offloads_rollout
+            # Those that take turns on GPUs come up in turn, before any of them works.
+            needed = KINDS if shares else ACTORS_OF.get(first_stage, KINDS)
             fleet = cls(plan, actors, await actors.start(needed))
             try:
                 yield fleet
@@ -88,6 +94,7 @@ class Fleet:
                 if fleet._watching is not None:
                     fleet._watching.cancel()
                     await asyncio.gather(fleet._watching, return_exceptions=True)
+                await fleet._turns.close()
                 await fleet._relay.drain()
         finally:
             await actors.end()
@@ -113,7 +120,23 @@ class Fleet:
     async def mend_engines(self) -> None:
         """Start the engines again that are down."""
         await self._actors.up("engines")
+        await self._turns.mending()
         await self._actors.engines.mend()
+
+    async def engines_take_over(self) -> bool:
+        """Have the engines hold all their memory.
+
+        Returns:
+            False: one could not. It was started again, and the weights must be pushed.
+        """
+        try:
+            await self._turns.generating()
+        except EngineError as error:
+            log.error("%s", error)
+            self.engine_version = None
+            await self.mend_engines()
+            return False
+        return True
 
     @property
     def engine_restarts(self) -> int:
@@ -137,6 +160,7 @@ class Fleet:
         """Start the trainer's ranks again. They hold nothing yet."""
         self.trainer_state = None
         await self._actors.restart_trainer()
+        self._turns.trainer_restarted()
 
     def tell_worker_lines(self) -> None:
         """Have the rollout worker's log lines told where the caller's go."""
@@ -231,12 +255,20 @@ class Fleet:
     # --- train, sync, export
     # --------------------------------------------------------------------------
 
-    async def train(self, inputs: TrainInputs, *, save: bool) -> Work:
-        """From one named state to the next; saves it if asked."""
+    async def train(self, inputs: TrainInputs, *, save: bool, again: bool = False) -> Work:
+        """From one named state to the next; saves it if asked.
+
+        Args:
+            inputs: of the step.
+            save: the state.
+            again: a committed step, of which others follow; else its weights are pushed next.
+        """
         attempt, i = new_attempt(), inputs.files.iteration
-        self.trainer_state = None
+        await self._trainer_takes_over()
         report = await self._actors.trainer.train(inputs.before, inputs.after, inputs.files)
         self.trainer_state = inputs.after
+        if not again:
+            self._turns.begin_pushing()
         state: dict[str, Any] | None = None
         if save:
             saved = await self._actors.trainer.save_state(
@@ -250,7 +282,7 @@ class Fleet:
             }
         return Work(
             attempt=attempt,
-            metrics=report.named,
+            metrics=report.named | self._turns.take_figures(),
             compute_seconds=report.metrics["seconds_train"],
             extra={
                 "prev_state_id": inputs.before,
@@ -262,7 +294,7 @@ class Fleet:
 
     async def restore(self, state: dict[str, Any], state_id: str) -> None:
         """Have the trainer load a saved state."""
-        self.trainer_state = None
+        await self._trainer_takes_over()
         files = tuple(FileRef.model_validate(file) for file in state["files"])
         saved = SavedState(
             state["key_prefix"], files, state["model_sha256"], state["optimizer_sha256"]
@@ -272,25 +304,42 @@ class Fleet:
 
     async def load_start(self) -> None:
         """Have the trainer load the starting model again."""
-        self.trainer_state = None
+        await self._trainer_takes_over()
         await self._actors.trainer.load(self.start_state)
         self.trainer_state = self.start_state
 
     async def sync(self, version: int) -> Work:
         """Push the trainer's weights to every engine as policy `version`."""
         await self._actors.up("engines")
+        await self._turns.pushing()
+        later = self._config.offloads_rollout
         async with self._actors.engines.lock:
             self.engine_version = None
-            report = await self._actors.trainer.sync(self._sync_spec(version, self._actors.urls))
-            self.engine_version = version
-        metrics = {f"sync/{name}": value for name, value in report.metrics.items()}
+            spec = self._sync_spec(version, self._actors.urls)
+            report = await self._actors.trainer.sync(replace(spec, canary_later=later))
+        await self._turns.generating()
+        found = dict(report.metrics)
+        if later:
+            found |= await self._actors.trainer.canary(spec)
+        self.engine_version = version
+        metrics = {f"sync/{name}": value for name, value in found.items()}
+        metrics |= self._turns.take_figures()
         return Work(attempt=new_attempt(), metrics=metrics, policy_version=version)
 
     async def refill(self, urls: Sequence[str]) -> None:
         """Push the trainer's weights to some engines as the version that the others hold."""
+        await self._turns.refilling()
         async with self._actors.engines.lock:
             if self.engine_version is not None:
                 await self._actors.trainer.sync(self._sync_spec(self.engine_version, urls))
+        await self._turns.generating()
+
+    async def _trainer_takes_over(self) -> None:
+        """Have the trainer hold all, for work after which it holds another state."""
+        await self._turns.training()
+        self.trainer_state = None
+        if self._config.offloads_rollout:
+            self.engine_version = None
 
     def _sync_spec(self, version: int, urls: Sequence[str]) -> SyncSpec:
         weights, plan, cluster = self._config.weights, self._plan, self._config.cluster
@@ -319,6 +368,7 @@ class Fleet:
         attempt = new_attempt()
         prefix = f"{stage_prefix(self._config.run.id, i, 'checkpoint')}/hf-{attempt}"
         dtype = self._config.train.precision
+        await self._turns.exporting()
         files = await self._actors.trainer.export_hf(prefix, dtype)
         folder = {"key_prefix": prefix, "files": [file.model_dump(mode="json") for file in files]}
         return Work(attempt=attempt, extra={"checkpoint": folder})

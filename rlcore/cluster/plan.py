@@ -73,6 +73,7 @@ def engine_spec(plan: FleetPlan) -> EngineSpec:
         start_timeout_s=rollout.start_timeout_s,
         check_interval_s=rollout.health_check_interval_s,
         check_timeout_s=rollout.health_check_timeout_s,
+        releases_memory=plan.config.offloads_rollout,
         sglang=plan.config.sglang,
     )
 

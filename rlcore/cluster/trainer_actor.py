@@ -36,11 +36,14 @@ from rlcore.weights.sync import SyncReport, SyncSpec, WeightSync
 
 if TYPE_CHECKING:
     import pyarrow as pa
+    import torch
 
     from rlcore.train.fsdp.trainer import FsdpTrainer
     from rlcore.train.trainer import BatchFiles
 
 log = logging.getLogger("sluice.trainer")
+
+GB = 1e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +69,8 @@ class TrainerSpec:
     """Seconds after which a collective counts as hung."""
     slime: dict[str, Any] | None = None
     """slime's `args`, where plugins written for it are to run."""
+    shares_gpus: bool = False
+    """Memory that it does not use is for others to take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +230,7 @@ class TrainerActor:
     def train(self, epoch: int, prev: str, new: str, files: BatchFiles) -> TrainReport:
         """Train the committed batch: from state `prev` to state `new`."""
         from rlcore.train.batch import load_batch
+        from rlcore.train.offload import give_back_cache
 
         self._check(epoch)
         trainer = self._held()
@@ -240,6 +246,8 @@ class TrainerActor:
             images=trainer.images,
         )
         report = trainer.train(prev, new, batch)
+        if self._spec.shares_gpus:
+            give_back_cache(self._device())
         if self._rank == 0:
             log.info("iteration %d: %s", files.iteration, shown(report.named))
         return report
@@ -303,6 +311,36 @@ class TrainerActor:
             )
         return self._sync.run(trainer, spec)
 
+    def canary(self, epoch: int, spec: SyncSpec) -> dict[str, float]:
+        """After a sync that left it for later: rank 0 compares the engines with the trainer."""
+        self._check(epoch)
+        return self._sync.canary(spec) if self._rank == 0 else {}
+
+    def offload(self, epoch: int) -> dict[str, float]:
+        """Free the device; what this rank held there before and after, and what is free now."""
+        from rlcore.train.offload import free_bytes, held_bytes
+
+        self._check(epoch)
+        device = self._device()
+        before = held_bytes(device)
+        if self._trainer is not None:
+            self._trainer.offload()
+        return {
+            "trainer_gb_before_offload": before / GB,
+            "trainer_gb_after_offload": held_bytes(device) / GB,
+            "free_gb_for_rollout": free_bytes(device) / GB,
+        }
+
+    def onload(self, epoch: int, weights_only: bool) -> dict[str, float]:
+        """Take the device's memory again; what was free of it before."""
+        from rlcore.train.offload import free_bytes
+
+        self._check(epoch)
+        free = free_bytes(self._device())
+        if self._trainer is not None:
+            self._trainer.onload(weights_only=weights_only)
+        return {} if weights_only else {"free_gb_for_training": free / GB}
+
     def lines(self) -> list[Line]:
         """What was logged since the last call."""
         return self._lines.take()
@@ -332,6 +370,11 @@ class TrainerActor:
                 f"is of epoch {epoch}, whose driver has lost the run"
             )
         self._epoch = epoch
+
+    def _device(self) -> torch.device:
+        from rlcore.train.fsdp.model import current_device
+
+        return current_device(self._spec.device)
 
     def _build(self) -> FsdpTrainer:
         from rlcore.train.fsdp.trainer import FsdpTrainer

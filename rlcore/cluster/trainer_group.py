@@ -145,6 +145,19 @@ class TrainerGroup:
         reports: list[SyncReport] = await self._all("sync", self._epoch, spec)
         return reports[0]
 
+    async def canary(self, spec: SyncSpec) -> dict[str, float]:
+        """After a sync that left it for later: prove that the weights arrived."""
+        answers: list[dict[str, float]] = await self._all("canary", self._epoch, spec)
+        return answers[0]
+
+    async def offload(self) -> dict[str, float]:
+        """Free the ranks' devices; what was held and is free, of the rank with most or least."""
+        return _extremes(await self._all("offload", self._epoch))
+
+    async def onload(self, *, weights_only: bool) -> dict[str, float]:
+        """Take the ranks' devices again; what was free, of the rank with least."""
+        return _extremes(await self._all("onload", self._epoch, weights_only))
+
     async def memory(self) -> list[dict[str, float]]:
         """Bytes held by each rank, by kind."""
         return await self._all("memory")
@@ -208,3 +221,11 @@ class TrainerGroup:
         if isinstance(error, SluiceError):
             raise error
         raise TrainError(f"trainer rank {calls.index(culprit)} ({method}): {error}") from error
+
+
+def _extremes(ranks: list[dict[str, float]]) -> dict[str, float]:
+    """Of figures of all ranks: the least of what is free, the most of what is held."""
+    return {
+        name: (min if name.startswith("free") else max)(rank[name] for rank in ranks)
+        for name in ranks[0]
+    }

@@ -201,6 +201,20 @@ class ClusterConfig(Section):
     """GPUs of one engine: its tensor-parallel size."""
     colocate: bool = False
     """Trainer and engines share GPUs."""
+    offload_train: bool | None = None
+    """The trainer's memory waits in the host's while engines generate; unset: as `colocate`."""
+    offload_rollout: bool | None = None
+    """Engines give weights, cache and graphs back while the trainer works; unset: as `colocate`."""
+
+    @model_validator(mode="after")
+    def _who_shares_nothing_keeps_its_memory(self) -> "ClusterConfig":
+        for name in ("offload_train", "offload_rollout"):
+            if getattr(self, name) and not self.colocate:
+                raise ValueError(
+                    f"cluster.{name} = true makes room on GPUs that are shared, but "
+                    "cluster.colocate = false: set cluster.colocate = true, or remove it"
+                )
+        return self
 
 
 class CompatConfig(Section):
@@ -542,6 +556,22 @@ class RunConfig(Section):
     def total_steps(self) -> int:
         """Optimizer steps of the run: the length of the learning-rate schedule."""
         return self.train.num_iterations * self.train.num_steps_per_rollout
+
+    @property
+    def offloads_train(self) -> bool:
+        """Whether the trainer leaves the GPUs while engines generate."""
+        chosen = self.cluster.offload_train
+        return self._takes_turns and (chosen is None or chosen)
+
+    @property
+    def offloads_rollout(self) -> bool:
+        """Whether engines give their memory back while the trainer works."""
+        chosen = self.cluster.offload_rollout
+        return self._takes_turns and (chosen is None or chosen)
+
+    @property
+    def _takes_turns(self) -> bool:
+        return self.cluster.colocate and self.trains and self.generates
 
     @property
     def canary_tolerance(self) -> float:

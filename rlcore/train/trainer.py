@@ -156,6 +156,14 @@ class Trainer(Protocol):
     def memory(self) -> dict[str, float]:
         """Bytes held, by kind."""
 
+    def offload(self) -> None:
+        """Keep all in the host's memory and free the device, until `onload`. Twice is once."""
+
+    def onload(self, *, weights_only: bool = False) -> None:
+        """Put back on the device what `offload` took: all, or what `log_probs`, `named_tensors` and
+        `export_hf` need. Twice is once, and all may follow weights.
+        """
+
 
 def check_can_train(trainer: Trainer, prev_state_id: str) -> None:
     """The rule of exactly once.

@@ -4,7 +4,7 @@
     pause -> flush -> send                on all engines at once
     every engine reports the version
     continue                              always, also after a failure
-    canary on every engine
+    canary on every engine          later, where an engine has no room to generate yet
 
 With `pause_mode = "in_place"` nothing is ended and nothing flushed: requests wait, and go on with
 the new weights.
@@ -25,7 +25,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -77,6 +77,8 @@ class SyncSpec:
     """
     timeout_s: float = 600.0
     """For each request."""
+    canary_later: bool = False
+    """The engines cannot generate yet: `WeightSync.canary` is called once they can."""
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     """`args` of a function of one's own that is told of written folders."""
 
@@ -144,6 +146,8 @@ class WeightSync:
         self._group = Group()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._clients: dict[str, EngineClient] = {}
+        self._ours: tuple[list[list[int]], list[list[float]]] = ([], [])
+        """Canary sequences, and the trainer's log-probs of them."""
 
     def run(self, trainer: Trainer, spec: SyncSpec) -> SyncReport | None:
         """Push the trainer's weights. All ranks call it; rank 0 gets the report.
@@ -156,7 +160,7 @@ class WeightSync:
         sequences = canary.canary_sequences(
             spec.canary_prompts, spec.vocab_size, spec.context_length
         )
-        ours = trainer.log_probs(sequences)
+        self._ours = sequences, trainer.log_probs(sequences)
         transport = self._transport(spec)
         parts = Timed(transport.parts(trainer.named_tensors(spec.dtype, spec.device)))
         try:
@@ -164,8 +168,7 @@ class WeightSync:
                 return None
             transport.prepare(parts)
             prepared = time.perf_counter()
-            push = self._push(spec, transport, parts, sequences, ours)
-            metrics = self._run(push)
+            metrics = self._run(self._push(spec, transport, parts))
         finally:
             for _ in parts:
                 pass
@@ -173,6 +176,14 @@ class WeightSync:
         metrics["seconds_prepare"] = prepared - start
         metrics["seconds"] = time.perf_counter() - start
         return SyncReport(spec.version, metrics)
+
+    def canary(self, spec: SyncSpec) -> dict[str, float]:
+        """Have the engines prove that they hold what `run` pushed; rank 0 calls it.
+
+        Raises:
+            SyncError: one does not.
+        """
+        return self._run(self._prove(spec))
 
     def close(self) -> None:
         """Drop the connections."""
@@ -187,8 +198,6 @@ class WeightSync:
         spec: SyncSpec,
         transport: Transport,
         parts: Iterator[Any],
-        sequences: list[list[int]],
-        ours: Sequence[Sequence[float]],
     ) -> dict[str, float]:
         """Everything that needs the engines."""
         engines, laps = self._engines(spec), Laps()
@@ -212,13 +221,20 @@ class WeightSync:
         laps.end("seconds_resume")
         paused = sum(laps.seconds.values())
         transport.confirmed()
+        metrics = {"seconds_paused": paused, **laps.seconds}
+        return metrics if spec.canary_later else metrics | await self._prove(spec)
+
+    async def _prove(self, spec: SyncSpec) -> dict[str, float]:
+        """The largest difference of any engine's log-probs to the trainer's."""
+        engines, laps = self._engines(spec), Laps()
+        sequences, ours = self._ours
         theirs = await together(*(e.prompt_log_probs(sequences) for e in engines))
         gaps = [
             canary.check(engine.url, ours, answer, spec.canary_tolerance)
             for engine, answer in zip(engines, theirs, strict=True)
         ]
         laps.end("seconds_canary")
-        return {"canary_abs_diff": max(gaps), "seconds_paused": paused, **laps.seconds}
+        return {"canary_abs_diff": max(gaps), **laps.seconds}
 
     def _transport(self, spec: SyncSpec) -> Transport:
         if spec.transport == "disk":

@@ -20,8 +20,6 @@ def safetensors_parts(tensors: Mapping[str, Tensor]) -> list[memoryview]:
     Args:
         tensors: contiguous and on the CPU; they must stay as they are while the parts are read.
     """
-    import torch
-
     header: dict[str, Any] = {}
     end = 0
     for name, tensor in tensors.items():
@@ -35,5 +33,14 @@ def safetensors_parts(tensors: Mapping[str, Tensor]) -> list[memoryview]:
     text += b" " * (-len(text) % ALIGNMENT)
     parts = [memoryview(len(text).to_bytes(8, "little") + text)]
     for tensor in tensors.values():
-        parts.append(tensor.detach().reshape(-1).view(torch.uint8).numpy().data)
+        parts.append(bytes_of(tensor))
     return parts
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU."""
+    import numpy as np
+    import torch
+
+    # Not `numpy()`, after which torch refuses to empty the tensor's storage.
+    return np.from_dlpack(tensor.detach().reshape(-1).view(torch.uint8)).data

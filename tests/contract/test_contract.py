@@ -165,6 +165,11 @@ class Replay:
         )
         return reply.status_code, parsed(reply.text)
 
+    def fill(self) -> None:
+        """Give weights that were released, as the recording did, their values again."""
+        update = {"model_path": self.server.model, "weight_version": "8"}
+        assert self.http.post("/update_weights_from_disk", json=update).json()["success"]
+
 
 def parsed(text: str) -> Any:
     try:
@@ -279,6 +284,7 @@ def numberless(answer: Any) -> str:
 
 def test_greedy_log_probs_are_of_the_plain_logits(replay: Replay) -> None:
     """A greedy token is the likeliest, with its log-probability unscaled by the temperature 0."""
+    replay.fill()
     body = {
         "input_ids": [5, 6, 7, 8],
         "sampling_params": {"temperature": 0.0, "max_new_tokens": 3, "ignore_eos": True},
@@ -287,6 +293,30 @@ def test_greedy_log_probs_are_of_the_plain_logits(replay: Replay) -> None:
     }
     meta = replay.http.post("/generate", json=body).json()["meta_info"]
     assert [top[0] for top in meta["output_top_logprobs"]] == meta["output_token_logprobs"]
+
+
+def test_memory_comes_back_in_parts(replay: Replay) -> None:
+    """Weights are there to be updated before the cache is; what was generated before comes again."""
+    replay.fill()
+    body = {
+        "input_ids": [5, 6, 7, 8],
+        "sampling_params": {"temperature": 0.0, "max_new_tokens": 4, "ignore_eos": True},
+    }
+
+    def generated() -> Any:
+        return replay.http.post("/generate", json=body).json()["output_ids"]
+
+    def memory(action: str, *tags: str) -> None:
+        reply = replay.http.post(f"/{action}_memory_occupation", json={"tags": tags})
+        assert reply.status_code == 200, reply.text
+
+    before = generated()
+    assert replay.http.post("/flush_cache").status_code == 200
+    memory("release", "kv_cache", "weights", "cuda_graph")
+    memory("resume", "weights")
+    replay.fill()
+    memory("resume", "kv_cache", "cuda_graph")
+    assert generated() == before
 
 
 def test_weight_version_follows_updates(replay: Replay) -> None:

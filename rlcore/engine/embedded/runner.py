@@ -6,9 +6,7 @@ padded to one of `batch_sizes`, among which `calibrate` found no difference in a
 machine (if it finds one, the engine computes row by row).
 """
 
-import os
-import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,13 +17,7 @@ from torch import Tensor
 
 from rlcore.engine.embedded import attention
 from rlcore.engine.embedded.kv import KVShape, Lane, Prompt
-from rlcore.engine.embedded.weights import (
-    copy_into,
-    load_blobs,
-    load_folder,
-    load_tensors,
-    tied_names,
-)
+from rlcore.engine.embedded.weights import load_blobs, load_folder, load_tensors, tied_names
 from rlcore.errors import EngineError
 from rlcore.images.layout import SequenceImages
 from rlcore.images.model import Picture, attend, attention_of, auto_class, decoder, embed, sees
@@ -77,14 +69,17 @@ class ModelRunner:
             device=self.device,
         )
         _own_storage(self.model)
-        self._held: dict[str, Tensor] = dict(self.model.state_dict())
-        names = checkpoint_names(self._held, path)
+        held: dict[str, Tensor] = dict(self.model.state_dict())
+        names = checkpoint_names(held, path)
         self.state = {
             name: part
-            for own, tensor in self._held.items()
+            for own, tensor in held.items()
             for name, part in by_expert(names[own], tensor)
         }
         """Under the names of the model's folder."""
+        self._tied = tied_names(self.state)
+        self.empty: set[str] = set()
+        """Names in `state` of weights that were released and have got no values since."""
         self.parameters = sum(p.numel() for p in model.parameters())
         sizing = _sizing(self.parameters)
         self.batch_sizes = tuple(size for size in BATCH_SIZES if size <= sizing.largest_batch)
@@ -92,7 +87,6 @@ class ModelRunner:
         self.shortest_lane = _shortest_lane(
             self.parameters, sizing.lane_share, text, self.kv_shape.head_dim
         )
-        self._spill: Path | None = None
 
     @property
     def largest_batch(self) -> int:
@@ -245,41 +239,41 @@ class ModelRunner:
 
     def update_from_folder(self, folder: Path) -> int:
         """Replace all weights by those of a Hugging Face folder; returns the number of tensors."""
-        return load_folder(self.state, folder)
+        return self._filled(load_folder(self.state, folder))
 
     def update_from_blobs(self, blobs: list[str]) -> int:
         """Replace the weights that safetensors blobs (base64) hold; returns the number of
         tensors.
         """
-        return load_blobs(self.state, blobs)
+        return self._filled(load_blobs(self.state, blobs))
 
     def update_from_tensors(self, tensors: dict[str, Tensor]) -> int:
         """Replace the weights of these names; returns the number of tensors."""
-        return load_tensors(self.state, tensors)
+        return self._filled(load_tensors(self.state, tensors))
+
+    def _filled(self, names: list[str]) -> int:
+        self.empty.difference_update(*(self._tied[name] for name in names))
+        return len(names)
 
     def release(self) -> None:
-        """Free the weights' memory; their values wait in a temporary file."""
-        from safetensors.torch import save_file
-
-        handle, name = tempfile.mkstemp(prefix="sluice-weights-", suffix=".safetensors")
-        os.close(handle)
-        self._spill = Path(name)
-        tied = tied_names(self._held)
-        save_file({n: t.contiguous() for n, t in self._held.items() if tied[n][0] == n}, name)
-        for tensor in self._held.values():
-            tensor.untyped_storage().resize_(0)
+        """Free the weights' memory; their values are lost."""
+        storages = {p.untyped_storage().data_ptr(): p.untyped_storage() for p in self._weights()}
+        self.empty = {
+            name
+            for name, part in self.state.items()
+            if part.untyped_storage().data_ptr() in storages
+        }
+        for storage in storages.values():
+            storage.resize_(0)
 
     def resume(self) -> None:
-        """Take the released weights back into memory, with the values they had."""
-        from safetensors.torch import load_file
+        """Take the memory of released weights again; `empty` have no values until an update."""
+        for parameter in self._weights():
+            size = parameter.numel() * parameter.element_size()
+            parameter.untyped_storage().resize_(size)
 
-        if self._spill is None:
-            raise EngineError("The weights were not released.")
-        for tensor in self._held.values():
-            tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
-        copy_into(self._held, iter(load_file(str(self._spill)).items()))
-        self._spill.unlink()
-        self._spill = None
+    def _weights(self) -> Iterator[Tensor]:
+        return self.model.parameters()
 
 
 def padded(length: int) -> int:

@@ -121,6 +121,21 @@ class Scheduler:
         return sum(lane.count for lane in list(self._lanes.values()))
 
     @property
+    def unable(self) -> str | None:
+        """Why nothing can be generated for want of memory or weights, if so."""
+        if self.released:
+            return (
+                f"The engine's {_listed(self.released)} memory is released; call "
+                "/resume_memory_occupation first."
+            )
+        if self.runner.empty:
+            return (
+                f"{len(self.runner.empty)} of the engine's weights were released and have no "
+                "values since; update them first."
+            )
+        return None
+
+    @property
     def waiting(self) -> int:
         """Requests not yet started."""
         return len(self._waiting) + len(self._held)
@@ -205,9 +220,11 @@ class Scheduler:
                 request.earlier = request.policies
 
     def release(self, tags: frozenset[str]) -> None:
-        """Give back the memory of `weights` and `kv_cache`; refused while requests are in
-        flight.
+        """Give back the memory of `weights` and `kv_cache`; refused while requests are in flight,
+        and for what is released already, of which a real server dies.
         """
+        if tags & self.released:
+            raise EngineError(f"{_listed(tags & self.released)} memory is released already.")
         if self.running or self.waiting:
             raise EngineError(
                 f"Memory cannot be released with {self.running} running and {self.waiting} waiting "
@@ -215,14 +232,16 @@ class Scheduler:
             )
         if "kv_cache" in tags:
             self.flush()
-        if "weights" in tags - self.released:
+        if "weights" in tags:
             self._prompts.clear()
             self.runner.release()
         self.released |= tags
 
     def reoccupy(self, tags: frozenset[str]) -> None:
-        """Take memory back; weights have the values that they had."""
-        if "weights" in tags & self.released:
+        """Take memory back; weights have no values until they are updated."""
+        if not tags <= self.released:
+            raise EngineError(f"{_listed(tags - self.released)} memory was not released.")
+        if "weights" in tags:
             self.runner.resume()
         self.released -= tags
 
@@ -441,3 +460,7 @@ class Scheduler:
             request.finish = finish
         request.weight_version = self.weight_version
         self._calls.pop(id(request)).finished_one()
+
+
+def _listed(tags: frozenset[str]) -> str:
+    return " and ".join(sorted(tags))

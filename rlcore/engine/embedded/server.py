@@ -141,7 +141,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         if scheduler.failure is not None:
             return Response(status_code=503)
         await _ask(service, lambda: None)
-        if not scheduler.paused and not scheduler.released:
+        if not scheduler.paused and scheduler.unable is None:
             body = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
             await _finished(service, service.parse(body))
         return Response(status_code=200 if scheduler.failure is None else 503)
@@ -152,12 +152,7 @@ def _unable(service: Service) -> Response | None:
     scheduler = service.scheduler
     if scheduler.failure is not None:
         return _error(f"The engine failed: {scheduler.failure}", 500)
-    if scheduler.released:
-        gone = " and ".join(sorted(scheduler.released))
-        return _error(
-            f"The engine's {gone} memory is released; call /resume_memory_occupation first.", 503
-        )
-    return None
+    return None if scheduler.unable is None else _error(scheduler.unable, 503)
 
 
 async def _finished(service: Service, call: Call, request: Request | None = None) -> bool:

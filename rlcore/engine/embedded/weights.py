@@ -46,9 +46,9 @@ def weight_files(folder: Path) -> list[Path]:
     return files
 
 
-def load_folder(state: Names, folder: Path) -> int:
+def load_folder(state: Names, folder: Path) -> list[str]:
     """Copy the weights of `folder` into `state`; every tensor of the model must be there. Returns
-    how many were copied.
+    the names of what was copied.
     """
     with ExitStack() as stack:
         sources = {}
@@ -61,12 +61,12 @@ def load_folder(state: Names, folder: Path) -> int:
         shapes = {n: tuple(h.get_slice(n).get_shape()) for n, h in sources.items()}
         _check(state, shapes, str(folder), complete=True)
         copy_into(state, ((name, handle.get_tensor(name)) for name, handle in sources.items()))
-    return len(sources)
+    return list(sources)
 
 
-def load_blobs(state: Names, blobs: list[str]) -> int:
+def load_blobs(state: Names, blobs: list[str]) -> list[str]:
     """Copy the tensors of base64-encoded safetensors blobs into `state`; part of the model will do,
-    so that weights can come in several calls. Returns how many were copied.
+    so that weights can come in several calls. Returns the names of what was copied.
     """
     tensors: dict[str, Tensor] = {}
     for i, blob in enumerate(blobs):
@@ -74,11 +74,11 @@ def load_blobs(state: Names, blobs: list[str]) -> int:
     return load_tensors(state, tensors)
 
 
-def load_tensors(state: Names, tensors: Names) -> int:
-    """Copy tensors into `state`; part of the model will do. Returns how many were copied."""
+def load_tensors(state: Names, tensors: Names) -> list[str]:
+    """Copy tensors into `state`; part of the model will do. Returns their names."""
     _check(state, {n: tuple(t.shape) for n, t in tensors.items()}, "the request", complete=False)
     copy_into(state, iter(tensors.items()))
-    return len(tensors)
+    return list(tensors)
 
 
 def _decode(blob: str, index: int) -> dict[str, Tensor]:

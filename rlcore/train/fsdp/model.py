@@ -44,6 +44,7 @@ from rlcore.images.model import (
 from rlcore.images.trial import trial
 from rlcore.train.fsdp.attention import ATTENTION, SequenceLayout, register
 from rlcore.train.fsdp.experts import ExpertLoad
+from rlcore.train.offload import own_storages
 from rlcore.train.trainer import DType
 from rlcore.weights.experts import by_expert, is_stacked
 
@@ -220,6 +221,8 @@ def shard(
     module: nn.Module, layers: Iterable[nn.Module], mesh: DeviceMesh, precision: DType
 ) -> None:
     """Apply FSDP2 to the decoder layers and the rest; moves the parameters to the mesh's device."""
+    if mesh.device_type == "cpu":
+        own_storages(module)
     dtype = torch.bfloat16 if precision == "bfloat16" else None
     mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None)
     for unit in units(layers):

@@ -30,6 +30,7 @@ from rlcore.train.fsdp.model import Policy
 from rlcore.train.fsdp.optimizer import ShardedAdamW
 from rlcore.train.fsdp.shards import METADATA, ShardReader, ShardWriter, shard_name
 from rlcore.train.trainer import StateDigest
+from rlcore.weights.wire import bytes_of
 
 STEPS, CRITIC_STEPS, RNG = "optimizer_steps", "critic.optimizer_steps", "rng"
 REFERENCE = "reference."
@@ -160,7 +161,7 @@ def _digest(tensors: Iterable[tuple[str, Tensor]]) -> str:
     for i, (name, tensor) in enumerate(tensors):
         whole = full(tensor)
         if i % world == rank:
-            content = hashlib.sha256(whole.reshape(-1).cpu().numpy().data).hexdigest()
+            content = hashlib.sha256(bytes_of(whole.cpu().contiguous())).hexdigest()
             lines.append(f"{name} {whole.dtype!s} {list(whole.shape)} {content}")
     if world > 1:
         gathered: list[Any] = [None] * world

@@ -35,6 +35,7 @@ from rlcore.train.fsdp.model import (
 )
 from rlcore.train.fsdp.optimizer import ShardedAdamW, learning_rate
 from rlcore.train.fsdp.shards import ShardWriter
+from rlcore.train.offload import Offload, give_back_cache
 from rlcore.train.trainer import (
     DType,
     Lora,
@@ -89,6 +90,7 @@ class FsdpTrainer:
         self._optimizer: ShardedAdamW | None = None
         self._critic: TrainedCritic | None = None
         self._writer = ShardWriter()
+        self._offload = Offload(self._device)
 
     # --- state ------------------------------------------------------------------------------------
 
@@ -97,6 +99,7 @@ class FsdpTrainer:
         from a Hugging Face folder.
         """
         self.loaded, self.dirty = None, True
+        self._offload.take_back(weights_only=False)
         self._policy = self._adapters = self._optimizer = self._critic = None
         self._policy = self._build(model_folder, trained=True)
         own = self._reference is None or self._reference_moved
@@ -229,9 +232,10 @@ class FsdpTrainer:
         rate = self._algorithm.critic_lr
         return self._train if rate is None else self._train.model_copy(update={"lr": rate})
 
-    def _held(self) -> tuple[Policy, ShardedAdamW]:
+    def _held(self, *, weights_only: bool = False) -> tuple[Policy, ShardedAdamW]:
         if self._policy is None or self._optimizer is None:
             raise TrainError("the trainer holds no model yet; call load first")
+        self._offload.check(weights_only=weights_only)
         return self._policy, self._optimizer
 
     # --- training ---------------------------------------------------------------------------------
@@ -295,7 +299,7 @@ class FsdpTrainer:
     @torch.no_grad()
     def log_probs(self, sequences: list[list[int]]) -> list[list[float]]:
         """Log-probs of tokens[1:] at temperature 1, in the precision that training computes in."""
-        policy, _ = self._held()
+        policy, _ = self._held(weights_only=True)
         out: list[list[float]] = []
         for part in self._cut(sequences):
             untrained = [TrainSequence(ids, len(ids) - 1, trainable=False) for ids in part]
@@ -324,7 +328,7 @@ class FsdpTrainer:
         """Every weight once, whole, on a device, by its name in the model's folder; tied ones under
         the embedding's.
         """
-        policy, _ = self._held()
+        policy, _ = self._held(weights_only=True)
         plain = ((name, state.full(p.detach())) for name, p in policy.weights())
         for name, whole in plain if self._adapters is None else self._adapters.merged():
             weight = whole.to(device=device, dtype=TORCH_DTYPES[dtype])
@@ -332,7 +336,7 @@ class FsdpTrainer:
 
     def export_hf(self, folder: Path, dtype: DType) -> None:
         """Write config, tokenizer and weights, and an adapter by itself; see `write_hf_folder`."""
-        self._held()
+        self._held(weights_only=True)
         if self._folder is None or self.dirty:
             raise TrainError(
                 "the trainer stopped in the middle of a batch, so its weights are no model to "
@@ -351,6 +355,32 @@ class FsdpTrainer:
         """What is trained in place of the weights, whole; float32."""
         tensors = {name: whole.cpu() for name, whole in adapters.named_tensors()}
         return Adapter(adapters.config(str(base)), tensors)
+
+    # --- memory -----------------------------------------------------------------------------------
+
+    def offload(self) -> None:
+        """Gradients, which no state holds, are dropped."""
+        if self._policy is None or self._optimizer is None:
+            return
+        self._optimizer.drop_gradients()
+        if self._critic is not None:
+            self._critic.optimizer.drop_gradients()
+        self._offload.put_away(self._policy.parameters(), self._beside_weights())
+        give_back_cache(self._device)
+
+    def onload(self, *, weights_only: bool = False) -> None:
+        """Everything comes back where it was."""
+        self._offload.take_back(weights_only=weights_only)
+
+    def _beside_weights(self) -> Iterator[Tensor]:
+        """All large tensors but the policy's weights."""
+        critic = self._critic
+        for optimizer in (self._optimizer, critic and critic.optimizer):
+            if optimizer is not None:
+                yield from (moment for _, moment in optimizer.moments())
+        for model in (critic and critic.model, self._reference, self._teacher):
+            if model is not None:
+                yield from model.parameters()
 
     def memory(self) -> dict[str, float]:
         """Peak resident memory of the process, and on a GPU what torch holds and held at most."""

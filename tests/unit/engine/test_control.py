@@ -173,17 +173,37 @@ def test_a_refused_update_changes_nothing(
     assert after["meta_info"]["weight_version"] == "default"
 
 
-def test_released_memory_comes_back_as_it_was(model_folder: Path, start_engine: Any) -> None:
+def test_released_weights_answer_once_they_are_updated(
+    model_folder: Path, start_engine: Any
+) -> None:
     engine = start_engine(model_folder)
+    scheduler, both = engine.scheduler, frozenset(("weights", "kv_cache"))
     before = engine.generate(SHORT)
-    state = engine.scheduler.runner.state
-    engine.ask(lambda: engine.scheduler.release(frozenset(("weights", "kv_cache"))))
+    state = scheduler.runner.state
+    engine.ask(lambda: scheduler.release(both))
     assert sum(tensor.untyped_storage().nbytes() for tensor in state.values()) == 0
     with pytest.raises(EngineError, match="resume_memory_occupation"):
         update(engine, lambda runner: 0)
-    engine.ask(lambda: engine.scheduler.reoccupy(frozenset(("weights", "kv_cache"))))
-    after = engine.generate(SHORT)
-    assert ids(after) == ids(before)
+    engine.ask(lambda: scheduler.reoccupy(both))
+    assert "have no values" in scheduler.unable
+    norm = {"model.norm.weight": state["model.norm.weight"].clone()}
+    update(engine, lambda runner: runner.update_from_tensors(norm))
+    assert "have no values" in scheduler.unable
+    update(engine, lambda runner: runner.update_from_folder(model_folder))
+    assert scheduler.unable is None
+    assert ids(engine.generate(SHORT)) == ids(before)
+
+
+def test_memory_is_released_and_taken_back_once(engine: Any) -> None:
+    """A real server ends where it is asked twice."""
+    scheduler, cache = engine.scheduler, frozenset(("kv_cache",))
+    with pytest.raises(EngineError, match="kv_cache memory was not released"):
+        engine.ask(lambda: scheduler.reoccupy(cache))
+    engine.ask(lambda: scheduler.release(cache))
+    with pytest.raises(EngineError, match="released already"):
+        engine.ask(lambda: scheduler.release(cache))
+    engine.ask(lambda: scheduler.reoccupy(cache))
+    assert ids(engine.generate(SHORT))
 
 
 def test_memory_is_not_released_under_running_requests(engine: Any) -> None:

@@ -94,14 +94,20 @@ def test_weights_over_the_wire(http: httpx.Client, other_folder: Path) -> None:
     assert http.get("/model_info").json()["weight_version"] == "3"
 
 
-def test_no_generation_while_weights_are_released(http: httpx.Client) -> None:
+def test_no_generation_while_weights_are_released(http: httpx.Client, model_folder: Path) -> None:
     assert http.post("/release_memory_occupation", json={"tags": ["weights"]}).status_code == 200
     refused = http.post("/generate", json=LONG)
     assert refused.status_code == 503
     assert "weights memory is released" in refused.json()["error"]["message"]
     assert http.get("/health_generate").status_code == 200
-    assert http.post("/resume_memory_occupation", json={}).status_code == 200
+    assert http.post("/resume_memory_occupation", json={}).status_code == 400
+    assert http.post("/resume_memory_occupation", json={"tags": ["weights"]}).status_code == 200
     body = {"input_ids": [5], "sampling_params": {"max_new_tokens": 1}}
+    refused = http.post("/generate", json=body)
+    assert refused.status_code == 503
+    assert "update them first" in refused.json()["error"]["message"]
+    update = {"model_path": str(model_folder)}
+    assert http.post("/update_weights_from_disk", json=update).status_code == 200
     assert http.post("/generate", json=body).status_code == 200
     unknown = http.post("/release_memory_occupation", json={"tags": ["everything"]})
     assert unknown.status_code == 400

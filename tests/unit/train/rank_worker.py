@@ -33,6 +33,9 @@ def run(job: dict[str, Any], rank: int) -> dict[str, Any]:
         assert trainer.loaded is not None
         report = trainer.train(trainer.loaded, f"after-{k}", shares[rank])
         out["reports"].append(report.metrics)
+        if job.get("offload"):
+            trainer.offload()
+            trainer.onload()
     if job.get("save"):
         trainer.save_state(job["save"])
         out["saved"] = trainer.digest()
