@@ -52,6 +52,7 @@ class Engines:
         self._actors = [self._make(rank) for rank in range(len(places))]
         self._starts = [0] * len(places)
         self._launches = [0] * len(places)
+        self._mirrors = [""] * len(places)
         self._relay = Relay()
 
     async def start(self) -> None:
@@ -92,6 +93,10 @@ class Engines:
         """How often the engines of these addresses were started, in all."""
         return tuple(self._launches[self.urls.index(url)] for url in urls)
 
+    def mirrors(self, urls: Sequence[str]) -> tuple[str, ...]:
+        """Addresses of the mirrors of weights beside the engines of these addresses."""
+        return tuple(self._mirrors[self.urls.index(url)] for url in urls)
+
     def progressed(self) -> None:
         """An iteration was committed: what went down before it does not count any more."""
         self.restarts = 0
@@ -121,7 +126,12 @@ class Engines:
         starting = actor.start.remote(str(START_VERSION), port)
         deadline_s = self._spec.start_timeout_s + START_GRACE_S
         try:
-            return await call(starting, deadline_s=deadline_s, what=what)
+            url: str = await call(starting, deadline_s=deadline_s, what=what)
+            if self._spec.mirror is not None:
+                # An actor that was made anew has another one.
+                asked = actor.mirror.remote()
+                self._mirrors[rank] = await call(asked, deadline_s=deadline_s, what=what)
+            return url
         finally:
             self._relay.fetch(actor, what)
 
