@@ -177,7 +177,7 @@ def bits_of(tensor: Tensor) -> Bits:
 
 def digest_of(tensor: Tensor) -> str:
     """SHA-256 of a contiguous CPU tensor's bytes."""
-    return hashlib.sha256(memoryview(bits_of(tensor)).cast("B")).hexdigest()
+    return hashlib.sha256(bits_of(tensor).view(np.uint8).data).hexdigest()
 
 
 def dtype_name(tensor: Tensor) -> str:

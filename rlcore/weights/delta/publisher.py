@@ -146,7 +146,7 @@ class Publisher:
         prefix = delta_prefix(self._run_id, version, new_attempt())
         parts = _Parts(self._objects, prefix, self._part_bytes)
         with ExitStack() as stack:
-            held = FolderTensors(base and self._mirror.folder_of(base.ref), stack)
+            held = FolderTensors(None if base is None else self._mirror.folder_of(base.ref), stack)
             write_tensors(staging, parts.added(tensors, held), self._part_bytes)
         parts.close()
         (staging / "config.json").write_text(config, "utf-8")
