@@ -5,7 +5,7 @@ The actor only starts, watches and ends the process; requests go to its URL, not
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rlcore.cluster.actor_logs import Line, Lines
@@ -13,6 +13,7 @@ from rlcore.engine.launch import EngineProcess, embedded_argv
 from rlcore.engine.options import check_options
 from rlcore.engine.sglang import Argument, sglang_argv
 from rlcore.net import free_port
+from rlcore.weights.delta.server import MirrorServer, MirrorSpec
 
 log = logging.getLogger("sluice.engine")
 
@@ -35,6 +36,8 @@ class EngineSpec:
     releases_memory: bool = False
     """It gives its memory back while a trainer works on its GPUs."""
     sglang: dict[str, Argument] = field(default_factory=dict)
+    mirror: MirrorSpec | None = None
+    """Of the weights in the store, where they come from there; `folder` holds those of all."""
 
 
 class EngineActor:
@@ -55,6 +58,16 @@ class EngineActor:
             # Else SGLang keeps what its CUDA graphs work with.
             self._env["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "true"
         self._process: EngineProcess | None = None
+        self._mirror: MirrorServer | None = None
+
+    def mirror(self) -> str:
+        """The address of the mirror beside the engine; it is started with the first call."""
+        assert self._spec.mirror is not None
+        if self._mirror is None:
+            folder = str(Path(self._spec.mirror.folder) / f"engine-{self._rank}")
+            self._mirror = MirrorServer(replace(self._spec.mirror, folder=folder))
+            self._mirror.start()
+        return self._mirror.url
 
     def start(self, weight_version: str, port: int | None) -> str:
         """Start the server and wait until it answers.

@@ -65,6 +65,7 @@ class Engines:
         self._holds = [MEMORY] * len(places)
         self._ended: dict[int, str] = {}
         """Those that were ended since they did not give memory back or take it, and why."""
+        self._mirrors = [""] * len(places)
         self._relay = Relay()
 
     async def start(self) -> None:
@@ -109,6 +110,10 @@ class Engines:
     def launches(self, urls: Sequence[str]) -> tuple[int, ...]:
         """How often the engines of these addresses were started, in all."""
         return tuple(self._launches[self.urls.index(url)] for url in urls)
+
+    def mirrors(self, urls: Sequence[str]) -> tuple[str, ...]:
+        """Addresses of the mirrors of weights beside the engines of these addresses."""
+        return tuple(self._mirrors[self.urls.index(url)] for url in urls)
 
     def progressed(self) -> None:
         """An iteration was committed: what went down before it does not count any more."""
@@ -193,7 +198,12 @@ class Engines:
         starting = actor.start.remote(str(START_VERSION), port)
         deadline_s = self._spec.start_timeout_s + START_GRACE_S
         try:
-            return await call(starting, deadline_s=deadline_s, what=what)
+            url: str = await call(starting, deadline_s=deadline_s, what=what)
+            if self._spec.mirror is not None:
+                # An actor that was made anew has another one.
+                asked = actor.mirror.remote()
+                self._mirrors[rank] = await call(asked, deadline_s=deadline_s, what=what)
+            return url
         finally:
             self._relay.fetch(actor, what)
 

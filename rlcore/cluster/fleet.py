@@ -360,6 +360,8 @@ class Fleet:
             ranks_per_engine=cluster.rollout_num_gpus_per_engine if sglang else 1,
             on_gpus=sglang and plan.cuda,
             bucket_bytes=weights.update_weight_buffer_size,
+            run_id=self._config.run.id,
+            mirrors=self._actors.engines.mirrors(urls) if weights.transport == "delta" else (),
             pause_mode="in_place" if self._config.is_fully_async else "abort",
         )
 

@@ -14,6 +14,7 @@ from rlcore.store.manifest import chain_state_id, sha256_hex
 from rlcore.store.paths import run_prefix
 from rlcore.store.run_store import RunStore
 from rlcore.train.trainer import DType
+from rlcore.weights.delta.server import MirrorSpec
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,18 @@ def engine_spec(plan: FleetPlan) -> EngineSpec:
         check_timeout_s=rollout.health_check_timeout_s,
         releases_memory=plan.config.offloads_rollout,
         sglang=plan.config.sglang,
+        mirror=_mirror_spec(plan) if plan.config.weights.transport == "delta" else None,
+    )
+
+
+def _mirror_spec(plan: FleetPlan) -> MirrorSpec:
+    config = plan.config
+    return MirrorSpec(
+        run_id=config.run.id,
+        storage_root=config.storage.root,
+        storage_options=all_options(config.storage),
+        folder=str(plan.local("weights")),
+        file_bytes=config.weights.update_weight_buffer_size,
     )
 
 

@@ -105,7 +105,7 @@ class TrainerActor:
         self._epoch = 0
         self._objects = Objects.open(spec.storage_root, spec.storage_options)
         self._trainer: FsdpTrainer | None = None
-        self._sync = WeightSync(rank)
+        self._sync = WeightSync(rank, objects=self._objects)
         self._node_ranks: list[int] = []
         self._ahead: tuple[tuple[FileRef, ...], pa.Table] | None = None
         self._listener: socket.socket | None = None
@@ -158,7 +158,7 @@ class TrainerActor:
             world_size=self._world,
             timeout=timeout,
         )
-        self._sync = WeightSync(self._rank, address)
+        self._sync = WeightSync(self._rank, address, self._objects)
         names: list[str] = [""] * self._world
         dist.all_gather_object(names, socket.gethostname())
         self._node_ranks = [r for r, name in enumerate(names) if name == names[self._rank]]

@@ -43,6 +43,7 @@ NEWER: tuple[tuple[str, str, Any], ...] = (
     ("train", "optimizer_cpu_offload", False),
     ("train", "torch_compile", True),
     ("weights", "custom_update_weight_post_write_path", None),
+    ("weights", "delta_base_interval", 20),
 )
 """Settings at values that are left out, so that runs of older releases keep their digests."""
 NEWER_SECTIONS = frozenset({"compat"})

@@ -9,7 +9,7 @@ from rlcore.config.section import FunctionPath, PositiveInt, Section
 if TYPE_CHECKING:
     from rlcore.config.tree import RunConfig
 
-TransportName = Literal["disk", "tensor", "distributed"]
+TransportName = Literal["disk", "tensor", "distributed", "delta"]
 
 
 class WeightsConfig(Section):
@@ -18,7 +18,10 @@ class WeightsConfig(Section):
     OPERATIONAL = frozenset({"update_weight_buffer_size"})
 
     transport: TransportName = "disk"
-    """`disk`: a folder; `tensor`: HTTP, or memory of a shared GPU; `distributed`: by broadcast."""
+    """`disk`: a folder; `tensor`: HTTP, or memory of a shared GPU; `distributed`: by broadcast;
+    `delta`: what changed, through the store."""
+    delta_base_interval: PositiveInt = 20
+    """With `delta`: how many versions of changes follow on one that is whole in the store."""
     update_weight_buffer_size: PositiveInt = 512 * 2**20
     """Most bytes of weights that travel at once, but for a single larger tensor; not with disk."""
     canary_prompts: Annotated[int, Field(ge=1)] = 4
@@ -43,7 +46,7 @@ def check_transport(config: "RunConfig") -> None:
     transport, colocate = config.weights.transport, config.cluster.colocate
     if config.rollout.engine != "sglang":
         return
-    if transport != "disk" and config.cluster.device == "cpu":
+    if transport not in ("disk", "delta") and config.cluster.device == "cpu":
         raise ValueError(
             f"weights.transport = {transport!r} with rollout.engine = 'sglang' goes from GPU "
             "to GPU, but cluster.device = 'cpu'; use 'disk'"

@@ -58,7 +58,7 @@ TRAIN = (
     Argument(
         "update-weight-mode",
         "str",
-        Held("all weights are sent, and proved to have arrived", ("full",)),
+        Joined("weights.transport", "`delta` with `--update-weight-transport disk`"),
     ),
     Argument(
         "update-weight-transport",
@@ -75,14 +75,22 @@ TRAIN = (
         "update-weight-disk-keep-files",
         Refused("weights are removed once they arrived; checkpoint.save_interval = 1 keeps all"),
     ),
-    Argument("update-weight-delta-encoding", "str", Refused("weights are always sent whole")),
-    Argument("update-weight-delta-checksum", "str", Refused("weights are always sent whole")),
+    Argument(
+        "update-weight-delta-encoding",
+        "str",
+        Held("differences of bits at their places, half the size of an XOR"),
+    ),
+    Argument("update-weight-delta-checksum", "str", Held("SHA-256 of every tensor")),
     Argument(
         "custom-update-weight-post-write-path",
         "str",
         Setting("weights.custom_update_weight_post_write_path"),
     ),
-    Argument("update-weight-local-checkpoint-dir", "str", Refused("weights are always sent whole")),
+    Argument(
+        "update-weight-local-checkpoint-dir",
+        "str",
+        Held("an engine's copy lies in its scratch folder, or the run's on a local store"),
+    ),
     Argument("custom-model-provider-path", "str", Refused(MOVES_WITH_MEGATRON)),
     flag(
         "recompute-loss-function",

@@ -292,8 +292,15 @@ def _defaults(given: dict[str, Any], done: Translation) -> None:
     transport = given.get("update-weight-transport", "nccl")
     if transport not in ("nccl", "disk"):
         raise ConfigError(f"--update-weight-transport {transport}: nccl or disk")
+    mode = given.get("update-weight-mode", "full")
+    if mode not in ("full", "delta") or (mode == "delta" and transport != "disk"):
+        raise ConfigError(
+            f"--update-weight-mode {mode} --update-weight-transport {transport}: full, or delta "
+            "with disk"
+        )
     over_nccl = "tensor" if given.get("colocate") else "distributed"
-    _set(done, "weights.transport", "disk" if transport == "disk" else over_nccl)
+    on_disk = "delta" if mode == "delta" else "disk"
+    _set(done, "weights.transport", on_disk if transport == "disk" else over_nccl)
 
 
 def _batches(given: dict[str, Any], done: Translation) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 from rlcore.errors import Conflict, NotFound, StoreError
 from rlcore.store import paths
 from rlcore.store.branch import base_files, drop_fork, forks_of
+from rlcore.store.deltas import delta_keys
 from rlcore.store.lease import Lease, held_by, may_be_held, read_lease
 from rlcore.store.manifest import FileRef, Manifest
 from rlcore.store.objects import Objects
@@ -229,6 +230,7 @@ class _Collector:
                     self._note(manifest)
             self._named.update(file.key for file in base_files(store))
             self._named.add(paths.base_key(run_id))
+            self._named.update(delta_keys(self._objects, run_id))
         except StoreError as error:
             for one in needed:
                 self._unsafe.setdefault(one, f"run {run_id} cannot be read: {error}")
@@ -325,7 +327,7 @@ class _Collector:
             return "quarantined"
         if name in ("_MANIFEST.json", "_COMMITTED.json"):
             return None
-        return "orphan" if where.startswith(("it/", "base/")) else None
+        return "orphan" if where.startswith(("it/", "base/", "deltas/")) else None
 
     def _leftovers(self, prefix: str) -> list[str]:
         """Hidden files of writers that died, which a listing leaves out."""

@@ -159,6 +159,16 @@ def scores_prefix(run_id: str, iteration: int, attempt: str) -> str:
     return f"{stage_prefix(run_id, iteration, 'rollout')}/scores-{_checked(attempt)}"
 
 
+def delta_head_key(run_id: str) -> str:
+    """The newest of the versions of weights that lie in the store for far engines."""
+    return f"{run_prefix(run_id)}/deltas/HEAD.json"
+
+
+def delta_prefix(run_id: str, version: str, attempt: str) -> str:
+    """Folder of one such version: its record and what changed."""
+    return f"{run_prefix(run_id)}/deltas/{_checked(version)}-{_checked(attempt)}"
+
+
 def pruned_key(prefix: str) -> str:
     """Tombstone of a state folder: its files were removed on purpose."""
     return f"{prefix}/_PRUNED.json"

@@ -186,8 +186,9 @@ class DistributedTransport:
         """Buckets."""
         return buckets_and_last(tensors, self._bucket_bytes)
 
-    def prepare(self, parts: Buckets) -> None:
+    def prepare(self, parts: Buckets) -> dict[str, float]:
         """Nothing: tensors are gathered while they are sent."""
+        return {}
 
     async def send(self, engines: Sequence[EngineClient], parts: Buckets) -> None:
         """Bucket by bucket, each to all engines at once."""

@@ -86,10 +86,15 @@ def copy_small_files(source: Path, target: Path, dtype: str) -> None:
 
 def write_config(source: Path, target: Path, dtype: str) -> None:
     """The source's config.json, for weights of `dtype`."""
+    (target / "config.json").write_text(config_text(source, dtype), "utf-8")
+
+
+def config_text(source: Path, dtype: str) -> str:
+    """A folder's config.json, for weights of `dtype`."""
     config = json.loads((source / "config.json").read_text("utf-8"))
     key = "torch_dtype" if "torch_dtype" in config else "dtype"
     config[key] = dtype
-    (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
+    return json.dumps(config, indent=2) + "\n"
 
 
 def write_tensors(folder: Path, tensors: NamedTensors, shard_bytes: int = SHARD_BYTES) -> None:

@@ -50,8 +50,9 @@ class HandleTransport:
             # Held until the next is asked for: the engines have answered by then.
             del made
 
-    def prepare(self, parts: Iterator[Handles]) -> None:
+    def prepare(self, parts: Iterator[Handles]) -> dict[str, float]:
         """Nothing: buckets are made while they are sent."""
+        return {}
 
     async def send(self, engines: Sequence[EngineClient], parts: Iterator[Handles]) -> None:
         """Bucket by bucket, each to all engines at once."""

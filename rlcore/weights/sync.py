@@ -35,9 +35,13 @@ from rlcore.errors import EngineError, PluginError, SluiceError, SyncError
 from rlcore.plugins import load_checked
 from rlcore.rollout.args import PluginArgs
 from rlcore.rollout.client import EngineClient
+from rlcore.store.objects import Objects
 from rlcore.train.trainer import DType, Trainer
 from rlcore.weights import canary
+from rlcore.weights.delta.publisher import Publisher
+from rlcore.weights.delta.transport import DeltaTransport
 from rlcore.weights.distributed import DistributedTransport, Group, Members
+from rlcore.weights.export import config_text
 from rlcore.weights.group import Backend
 from rlcore.weights.handles import HandleTransport
 from rlcore.weights.transport import DiskTransport, TensorTransport, Transport, together
@@ -57,7 +61,7 @@ class SyncSpec:
     model_folder: Path
     """Where the model came from: its config goes with the weights."""
     scratch: Path
-    """For `disk`: a folder that the engines see."""
+    """For `disk`: a folder that the engines see; for `delta`: the trainer's own."""
     canary_prompts: int
     canary_tolerance: float
     vocab_size: int
@@ -81,11 +85,15 @@ class SyncSpec:
     """The engines cannot generate yet: `WeightSync.canary` is called once they can."""
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     """`args` of a function of one's own that is told of written folders."""
+    run_id: str = ""
+    """For `delta`: whose versions lie in the store."""
+    mirrors: tuple[str, ...] = ()
+    """For `delta`: the address of the mirror beside each engine."""
 
     @property
     def device(self) -> str:
         """Where weights have to lie to travel."""
-        return "cuda" if self.on_gpus and self.transport != "disk" else "cpu"
+        return "cuda" if self.on_gpus and self.transport not in ("disk", "delta") else "cpu"
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,11 +146,16 @@ class WeightSync:
     Args:
         rank: of the trainer.
         address: of rank 0's machine, as the engines see it.
+        objects: the store, for `delta`.
     """
 
-    def __init__(self, rank: int, address: str = "127.0.0.1") -> None:
+    def __init__(
+        self, rank: int, address: str = "127.0.0.1", objects: Objects | None = None
+    ) -> None:
         self._rank = rank
         self._address = address
+        self._objects = objects
+        self._publisher: Publisher | None = None
         self._group = Group()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._clients: dict[str, EngineClient] = {}
@@ -166,9 +179,9 @@ class WeightSync:
         try:
             if self._rank != 0:
                 return None
-            transport.prepare(parts)
+            figures = transport.prepare(parts)
             prepared = time.perf_counter()
-            metrics = self._run(self._push(spec, transport, parts))
+            metrics = self._run(self._push(spec, transport, parts)) | figures
         finally:
             for _ in parts:
                 pass
@@ -246,6 +259,15 @@ class WeightSync:
                 flush_cache=spec.pause_mode == "abort",
                 written=_own_hook(spec),
             )
+        if spec.transport == "delta":
+            return DeltaTransport(
+                self._publishing(spec),
+                spec.mirrors,
+                spec.version,
+                config_text(spec.model_folder, spec.dtype),
+                flush_cache=spec.pause_mode == "abort",
+                timeout_s=spec.timeout_s,
+            )
         each = spec.ranks_per_engine
         if spec.transport == "tensor" and spec.on_gpus:
             return HandleTransport(spec.version, spec.bucket_bytes, each)
@@ -254,6 +276,19 @@ class WeightSync:
         backend: Backend = "nccl" if spec.on_gpus else "gloo"
         members = Members(spec.urls, spec.starts, each, backend, self._address)
         return DistributedTransport(self._group, members, spec.version, spec.bucket_bytes)
+
+    def _publishing(self, spec: SyncSpec) -> Publisher:
+        """The one publisher of all syncs: it knows what the engines hold."""
+        if self._publisher is None:
+            assert self._objects is not None
+            self._publisher = Publisher(
+                self._objects,
+                spec.run_id,
+                spec.scratch / "published",
+                base_interval=spec.weights.delta_base_interval,
+                part_bytes=spec.bucket_bytes,
+            )
+        return self._publisher
 
     def _engines(self, spec: SyncSpec) -> list[EngineClient]:
         if not spec.urls:

@@ -1,6 +1,6 @@
 """How new weights travel: as a folder on a disk that both sides see, or over HTTP.
 
-The third way is `rlcore.weights.distributed`.
+Others are `rlcore.weights.distributed`, `handles` and `delta`.
 
 `prepare` runs while the engines still work, `send` while they are paused.
 
@@ -44,8 +44,8 @@ class Transport(Protocol):
     def parts(self, tensors: Tensors) -> Iterator[Any]:
         """What is to be sent."""
 
-    def prepare(self, parts: Iterator[Any]) -> None:
-        """What can be done before the engines pause."""
+    def prepare(self, parts: Iterator[Any]) -> dict[str, float]:
+        """What can be done before the engines pause; figures of that."""
 
     async def send(self, engines: Sequence[EngineClient], parts: Iterator[Any]) -> None:
         """Give every engine all weights, the version with the last of them."""
@@ -80,7 +80,7 @@ class DiskTransport:
         """The tensors as they are."""
         return tensors
 
-    def prepare(self, parts: Tensors) -> None:
+    def prepare(self, parts: Tensors) -> dict[str, float]:
         """Write the folder, one file a bucket."""
         staging = self._root / f".weights-{self._version}.partial"
         for old in (staging, self.folder):
@@ -91,16 +91,12 @@ class DiskTransport:
         staging.rename(self.folder)
         if self._written is not None:
             self._written(self.folder)
+        return {}
 
     async def send(self, engines: Sequence[EngineClient], parts: Tensors) -> None:
         """Have the engines load the folder."""
-        path = str(self.folder)
-        await together(
-            *(
-                e.update_weights_from_disk(path, self._version, flush_cache=self._flush_cache)
-                for e in engines
-            )
-        )
+        paths = [str(self.folder)] * len(engines)
+        await load_folders(engines, paths, self._version, flush_cache=self._flush_cache)
 
     def confirmed(self) -> None:
         """Remove the folders of other versions."""
@@ -120,8 +116,9 @@ class TensorTransport:
         """Buckets."""
         return buckets_and_last(tensors, self._bucket_bytes)
 
-    def prepare(self, parts: Buckets) -> None:
+    def prepare(self, parts: Buckets) -> dict[str, float]:
         """Nothing: tensors are gathered while they are sent."""
+        return {}
 
     async def send(self, engines: Sequence[EngineClient], parts: Buckets) -> None:
         """Bucket by bucket, each to all engines at once."""
@@ -141,6 +138,16 @@ class TensorTransport:
 
     def confirmed(self) -> None:
         """Nothing is left behind."""
+
+
+async def load_folders(
+    engines: Sequence[EngineClient], folders: Sequence[str], version: str, *, flush_cache: bool
+) -> None:
+    """Have each engine load a folder of its machine."""
+    pairs = zip(engines, folders, strict=True)
+    await together(
+        *(e.update_weights_from_disk(at, version, flush_cache=flush_cache) for e, at in pairs)
+    )
 
 
 async def in_turn(parts: Buckets, version: str, deliver: Deliver) -> None:

@@ -351,3 +351,9 @@ def test_the_asynchronous_script_is_a_mode() -> None:
     assert (endless.run.mode, endless.rollout.custom_rollout_function_path) == ("fully-async", None)
     assert endless.weights.transport == "distributed"
     assert "is for train_async.py" in refusals(f"{SHORTEST} --rollout-function-path {path}")
+
+
+def test_changes_alone_may_be_sent() -> None:
+    line = f"{SHORTEST} --update-weight-mode delta --update-weight-local-checkpoint-dir /w "
+    assert config_of(line + "--update-weight-transport disk").weights.transport == "delta"
+    assert "or delta with disk" in refusals(line)

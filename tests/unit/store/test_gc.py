@@ -12,9 +12,11 @@ from small_runs import SmallRun, config_tree, fork
 from rlcore.errors import Conflict, Fenced, NotFound
 from rlcore.store import paths
 from rlcore.store.branch import forks_of, kept_state
+from rlcore.store.deltas import Index, IndexRef, write_head, write_index
 from rlcore.store.gc import GcReport, collect, remove_run
 from rlcore.store.lease import Lease
 from rlcore.store.lineage import verify_run
+from rlcore.store.manifest import FileRef
 from rlcore.store.objects import Objects
 from rlcore.store.retention import is_pruned
 from rlcore.store.run_store import RunStore, run_ids
@@ -41,6 +43,25 @@ def saved(store: RunStore, stage: str = "train") -> list[int]:
         for i, pair in found
         if pair and not is_pruned(store.objects, pair[0].extra[folder]["key_prefix"])
     ]
+
+
+def test_of_published_weights_those_stay_that_the_newest_is_made_of(objects: Objects) -> None:
+    SmallRun(objects, "a", config_tree("a")).run(1)
+
+    def version(name: str, *chain: IndexRef) -> IndexRef:
+        prefix = paths.delta_prefix("a", name, paths.new_attempt())
+        part = FileRef(key=f"{prefix}/part-00000", bytes=4, sha256="0")
+        objects.put(part.key, b"some")
+        return write_index(
+            objects, prefix, Index(version=name, config="{}", chain=chain, parts=(part,))
+        )
+
+    first, lost = version("1"), version("2")
+    write_head(objects, "a", version("2", first))
+    report = at_once(objects)
+    assert sorted({one.key.rpartition("/")[0] for one in report.removed}) == [lost.prefix]
+    assert len(objects.list("runs/a/deltas")) == 5
+    all_whole(objects)
 
 
 def test_files_that_nothing_names_go(objects: Objects) -> None:
