@@ -437,7 +437,7 @@ class RunConfig(Section):
         if secret := next(filter(names_a_secret, self.sglang), None):
             raise ValueError(
                 f"sglang.{secret} is a secret, and a configuration is stored and shown as it is; "
-                "engines listen on loopback alone and need none: remove it"
+                "engines of a run ask nobody for one (docs/security.md): remove it"
             )
         if self.train.backend == "megatron":
             raise ValueError("train.backend = 'megatron' does not exist yet; use 'fsdp'")
