@@ -6,6 +6,9 @@ alone. `tests/unit/docs` fails where a page is not what this would write.
 Run: python docs/generate.py
 """
 
+import contextlib
+import io
+import json
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -14,6 +17,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from flows.cli import app
 from rlcore.config import EvalDataset, RunConfig
 from rlcore.config.data import MixedSet
 from rlcore.config.digest import NOT_COMPUTED
@@ -26,6 +30,23 @@ from rlcore.store.schema import SAMPLES, SCORES, SELECTION
 DOCS = Path(__file__).parent
 BLOCK = re.compile(r"(<!-- generated: (?P<name>[a-z ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 Schema = dict[str, Any]
+FULL = "--sequence-parallel --recompute full"
+PLANS = {
+    "8-gpus": ("", f"--tensor-parallel 2 {FULL}"),
+    "64-gpus": (
+        "",
+        f"--tensor-parallel 4 {FULL}",
+        f"--tensor-parallel 2 --pipeline-parallel 4 {FULL}",
+    ),
+    "512-gpus": (
+        "",
+        "--tensor-parallel 2 --pipeline-parallel 4 --context-parallel 2 --expert-parallel 8 "
+        f"--expert-tensor-parallel 1 {FULL}",
+        "--tensor-parallel 4 --pipeline-parallel 4 --context-parallel 2 --expert-parallel 32 "
+        f"--expert-tensor-parallel 1 {FULL}",
+    ),
+}
+"""Files of `scale`, and the options that each is planned with."""
 
 
 def settings() -> str:
@@ -146,6 +167,56 @@ def megatron_options() -> str:
     return table(("options", "here"), [(", ".join(names), rule) for rule, names in by_rule.items()])
 
 
+def plans() -> str:
+    """What `sluice plan` says of the files in `scale`, in the layouts of `PLANS`."""
+    parts = []
+    for name, commands in PLANS.items():
+        columns = [figures_of(said(f"plan docs/scale/{name}.toml {more}")) for more in commands]
+        rows: list[tuple[str, ...]] = []
+        for group in zip(*columns, strict=True):
+            names = dict.fromkeys(name for column in group for name in column)
+            rows += [(name, *(column.get(name, "") for column in group)) for name in names]
+        heads = (f"`{command}`" if command else "FSDP2" for command in commands)
+        parts.append(
+            f"### {name.replace('-gpus', ' GPUs')}\n\n`sluice plan docs/scale/{name}.toml` with"
+        )
+        parts.append(table(("", *heads), rows))
+    return "\n\n".join(parts)
+
+
+def said(command: str) -> dict[str, Any]:
+    """What a command of `sluice` prints as JSON, called from the repository's root."""
+    run, bound, _ = app.parse_args([*command.split(), "--json"], exit_on_error=False)
+    with contextlib.chdir(DOCS.parent), contextlib.redirect_stdout(io.StringIO()) as out:
+        run(*bound.args, **bound.kwargs)
+    found: dict[str, Any] = json.loads(out.getvalue())
+    return found
+
+
+def figures_of(plan: dict[str, Any]) -> list[dict[str, str]]:
+    """Memory and traffic in GB, time in seconds."""
+    groups = [
+        {f"{kind}, GB": size / 1e9 for kind, size in plan["memory"].items() if size},
+        {
+            "**memory of a rank, GB**": sum(plan["memory"].values()) / 1e9,
+            "there is, GB": plan["available"] / 1e9,
+        },
+        {f"sent: {kind}, GB": size / 1e9 for kind, size in plan["traffic"].items() if size},
+        {
+            "computing, s": plan["compute_s"],
+            "traffic beside it, s": plan["traffic_s"],
+            "traffic that it waits for, s": plan["waiting_s"],
+            "**training an iteration, s**": plan["seconds"],
+        },
+    ]
+    return [{name: shown(value) for name, value in group.items()} for group in groups]
+
+
+def shown(value: float) -> str:
+    """Three digits, or all before the point."""
+    return f"{value:.3g}" if value < 1000 else f"{value:,.0f}"
+
+
 def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     """A Markdown table."""
     lines = [head, ("---",) * len(head), *rows]
@@ -158,6 +229,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "settings": settings,
     "slime arguments": slime_arguments,
     "megatron options": megatron_options,
+    "plans": plans,
     "samples": lambda: columns(SAMPLES),
     "scores": lambda: columns(SCORES),
     "selection": lambda: columns(SELECTION),

@@ -275,14 +275,42 @@ def plan(
     config: Annotated[Path, Parameter(help="TOML file of a run.")],
     *,
     gpu: Annotated[str, Parameter(help="a100, h100, h200 or b200.")] = "h200",
+    tensor_parallel: Annotated[int | None, Parameter(help="Ranks that share matrices.")] = None,
+    pipeline_parallel: Annotated[int | None, Parameter(help="Stages of layers.")] = None,
+    context_parallel: Annotated[int | None, Parameter(help="Ranks that share tokens.")] = None,
+    expert_parallel: Annotated[int | None, Parameter(help="Ranks that share experts.")] = None,
+    expert_tensor_parallel: Annotated[
+        int | None, Parameter(help="Ranks that share matrices of an expert.")
+    ] = None,
+    sequence_parallel: Annotated[bool | None, Parameter(help="Divide norms, too.")] = None,
+    distributed_optimizer: Annotated[
+        bool | None, Parameter(help="Divide it over replicas.")
+    ] = None,
+    recompute: Annotated[
+        Literal["selective", "full"] | None, Parameter(help="What backward makes again.")
+    ] = None,
     set: Sets = (),
     json: Json = False,
 ) -> int:
-    """Count memory, traffic and time of a run's training, before anything starts."""
+    """Count memory, traffic and time of a run's training, before anything starts.
+
+    Any of the options of parallelism, or of Megatron's optimizer and recomputation, plans a layout
+    of Megatron in place of FSDP2.
+    """
     from flows.commands.plan import plan as count
     from rlcore.config import load_config
 
-    return count(load_config(config, set), gpu, as_json=json)
+    layout = {
+        "tensor_model_parallel_size": tensor_parallel,
+        "pipeline_model_parallel_size": pipeline_parallel,
+        "context_parallel_size": context_parallel,
+        "expert_model_parallel_size": expert_parallel,
+        "expert_tensor_parallel_size": expert_tensor_parallel,
+        "sequence_parallel": sequence_parallel,
+        "use_distributed_optimizer": distributed_optimizer,
+        "recompute_granularity": recompute,
+    }
+    return count(load_config(config, set), gpu, layout, as_json=json)
 
 
 @app.command(name="log")

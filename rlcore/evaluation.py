@@ -175,14 +175,17 @@ async def _generate(
     import ray
 
     config = plan.config
-    demand = Demand.of(plan, trainer=False, engines=True)
+    # On one node, which sees the checkpoint.
+    demand = dataclasses.replace(Demand.of(plan, trainer=False, engines=True), nodes=1)
     placement = await Placement.reserve(demand, config.cluster.ray_address)
     spec = dataclasses.replace(
         engine_spec(plan), model_path=str(folder), log_dir=str(plan.local("logs") / attempt)
     )
     engines = Engines(spec, [placement.engine(rank) for rank in range(config.num_engines)])
-    worker = actor_class(RolloutActor).remote(
-        dataclasses.replace(rollout_plan(plan), model_folder=str(folder), supervised=False)
+    worker = (
+        actor_class(RolloutActor)
+        .options(**placement.worker().options)
+        .remote(dataclasses.replace(rollout_plan(plan), model_folder=str(folder), supervised=False))
     )
     what = "the evaluation's worker"
     try:

@@ -4,6 +4,8 @@ import contextlib
 import socket
 import time
 
+import psutil
+
 PAUSE_S = 0.2
 
 
@@ -23,6 +25,24 @@ def free_port(host: str = "127.0.0.1", port: int = 0) -> int:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind((host, port))
         return int(probe.getsockname()[1])
+
+
+def own_address(towards: str) -> str:
+    """The address under which this machine is seen by another one, given by its IPv4 address."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        # Nothing is sent: the kernel only looks up the way.
+        probe.connect((towards, 9))
+        return str(probe.getsockname()[0])
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface that has an address, by its name; None where none has."""
+    if address.startswith("127."):
+        return "lo"
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(one.address == address for one in addresses):
+            return name
+    return None
 
 
 def listens(host: str, port: int, patience_s: float) -> bool:

@@ -9,6 +9,7 @@ from rlcore.cluster.placement import Demand, Placement
 from rlcore.cluster.plan import FleetPlan, engine_spec, rollout_plan
 from rlcore.cluster.ray_session import NAMESPACE, actor_class, call, first_of
 from rlcore.cluster.rollout_actor import RolloutActor
+from rlcore.cluster.shared import check_shared, remove_scratch, share_model
 from rlcore.cluster.trainer_actor import TrainerSpec
 from rlcore.cluster.trainer_group import TrainerGroup
 from rlcore.config import RunConfig
@@ -81,6 +82,7 @@ class Actors:
         plan, config = self._plan, self._plan.config
         demand = Demand.of(plan, trainer=config.trains, engines=config.generates)
         self._placement = await Placement.reserve(demand, config.cluster.ray_address)
+        await check_shared(plan, self._placement.nodes)
         if is_in_place(plan.store.objects, plan.store.origin, config.model):
             # Before anything is started that a damaged model would leave behind.
             check_in_place(plan.store.objects, plan.store.origin, config.model, plan.scratch)
@@ -142,6 +144,8 @@ class Actors:
         if self._engines is not None:
             self._engines.end()
         await asyncio.gather(*self._coming.values(), return_exceptions=True)
+        if self._placement.nodes:
+            remove_scratch(self._placement.others(), self._plan.scratch)
         self._placement.release()
 
     # --- coming up --------------------------------------------------------------------------------
@@ -162,6 +166,7 @@ class Actors:
         if not self._model_there.is_set():
             # The first rank builds the model, since it has torch loaded already.
             await self._group.prepare_model(plan.store.origin, plan.config.model)
+            await share_model(plan, self._placement.nodes)
             self._model_there.set()
         await self._group.load(plan.start_state())
         if plan.config.offloads_train:
@@ -180,7 +185,11 @@ class Actors:
 
     async def _bring_worker(self) -> None:
         await self._model_there.wait()
-        self.worker = actor_class(RolloutActor).remote(rollout_plan(self._plan))
+        self.worker = (
+            actor_class(RolloutActor)
+            .options(**self._placement.worker().options)
+            .remote(rollout_plan(self._plan))
+        )
         ping = self.worker.ping.remote()
         await call(ping, deadline_s=CONTROL_DEADLINE_S, what="the rollout worker")
 
@@ -197,6 +206,7 @@ class Actors:
             await asyncio.to_thread(
                 prepare_model, objects, origin, config.model, config.run.seed, plan.scratch
             )
+            await share_model(plan, self._placement.nodes)
             self._model_there.set()
 
     async def _new_trainer(self) -> TrainerGroup:

@@ -43,16 +43,24 @@ class EngineSpec:
 class EngineActor:
     """Owns engine number `rank` of a run."""
 
-    def __init__(self, spec: EngineSpec, rank: int, gpus: Sequence[str] | None = None) -> None:
+    def __init__(
+        self,
+        spec: EngineSpec,
+        rank: int,
+        gpus: Sequence[str] | None = None,
+        host: str = "127.0.0.1",
+    ) -> None:
         """
         Args:
             spec: what the server is started with.
             rank: its number in the run.
             gpus: the server's GPUs, as CUDA_VISIBLE_DEVICES names them; None: those of this actor.
+            host: address that it listens at.
         """
         self._lines = Lines()
         self._spec = spec
         self._rank = rank
+        self._host = host
         self._env = {} if gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
         if spec.releases_memory:
             # Else SGLang keeps what its CUDA graphs work with.
@@ -83,7 +91,7 @@ class EngineActor:
             ConfigError: the server takes no such arguments.
             EngineError: it ended or did not answer in time; the text holds the end of its log.
         """
-        spec, port = self._spec, port or free_port()
+        spec, host, port = self._spec, self._host, port or free_port(self._host)
         if spec.engine == "sglang":
             check_options(spec.sglang)
             own: dict[str, Argument] = {
@@ -101,19 +109,21 @@ class EngineActor:
                 tp=spec.tensor_parallel,
                 dtype=spec.dtype,
                 context_length=spec.context_length,
+                host=host,
                 extra=own | spec.sglang,
             )
         else:
             argv = embedded_argv(
                 spec.model_path,
                 port,
+                host=host,
                 dtype=spec.dtype,
                 context_length=spec.context_length,
                 max_running_requests=spec.max_running_requests,
                 random_seed=spec.random_seed,
                 weight_version=weight_version,
             )
-        self._process = EngineProcess(port)
+        self._process = EngineProcess(port, host)
         path = Path(spec.log_dir) / f"engine-{self._rank}.log"
         self._process.start(argv, path, self._env)
         self._process.wait_healthy(spec.start_timeout_s)

@@ -188,7 +188,7 @@ class Engines:
     def _make(self, rank: int) -> Any:
         place = self._places[rank]
         maker = actor_class(EngineActor).options(**place.options)
-        return maker.remote(self._spec, rank, place.gpus)
+        return maker.remote(self._spec, rank, place.gpus, place.host)
 
     async def _launch(self, rank: int, port: int | None) -> str:
         actor, what = self._actors[rank], f"engine {rank}"

@@ -2,6 +2,9 @@
 
 Invariants:
 - GPUs are counted by node and then by number: neighbours in rank are neighbours in a machine.
+- Without GPUs, trainer ranks fill `cluster.actor_num_nodes` nodes one after another, the driver's
+  first, and engines are spread over the same nodes in order.
+- A run on one node listens on loopback alone; over several, engines listen at their node's address.
 - Trainer rank r has the r-th GPU. Engines have those behind the trainer's, or, where they share
   them, the same from the first on; an engine of k GPUs has k neighbours of one node.
 - What is started again goes where it was: the group lasts as long as the run is open.
@@ -16,6 +19,7 @@ from dataclasses import dataclass
 from ipaddress import ip_address
 from typing import Any
 
+from rlcore.cluster.nodes import LOOPBACK, Node, computing_nodes, is_alone, this_node
 from rlcore.cluster.plan import FleetPlan
 from rlcore.cluster.ray_session import call, gather
 from rlcore.errors import ClusterError
@@ -32,15 +36,14 @@ class Slot:
     """A GPU of the placement group."""
 
     bundle: int
-    node: str
-    """Address of its node."""
+    node: Node
     gpu: str
     """Its number there, or its UUID."""
 
 
 @dataclass(frozen=True)
 class Demand:
-    """The GPUs that a run asks for."""
+    """The GPUs that a run asks for, and the nodes of what needs none."""
 
     trainers: int
     """GPUs of the trainer, one a rank."""
@@ -49,6 +52,12 @@ class Demand:
     each: int
     """GPUs of one engine."""
     colocate: bool
+    nodes: int = 1
+    """Nodes that ranks and engines without GPUs are spread over."""
+    ranks: int = 1
+    """Of the trainer, with GPUs or without."""
+    servers: int = 1
+    """Engines, with GPUs or without."""
 
     @classmethod
     def of(cls, plan: FleetPlan, *, trainer: bool, engines: bool) -> Demand:
@@ -61,6 +70,9 @@ class Demand:
             engines=config.num_engines * each if on_gpus else 0,
             each=each,
             colocate=config.cluster.colocate,
+            nodes=config.cluster.actor_num_nodes,
+            ranks=config.world_size,
+            servers=config.num_engines,
         )
 
     @property
@@ -94,17 +106,27 @@ class Place:
     """Of the actor, as Ray takes them."""
     gpus: tuple[str, ...] | None = None
     """Its GPUs on their node, as CUDA_VISIBLE_DEVICES names them; None: it has none of its own."""
+    host: str = LOOPBACK
+    """Address that a server of its listens at."""
 
 
 NOWHERE = Place({"num_gpus": 0})
-"""On the CPUs of any node."""
+"""On the CPUs of the only node."""
 
 
 class Placement:
     """GPUs that are held for a run. `reserve` them, and `release` them in the end."""
 
-    def __init__(self, demand: Demand, group: Any = None, slots: Sequence[Slot] = ()) -> None:
+    def __init__(
+        self,
+        demand: Demand,
+        nodes: Sequence[Node] = (),
+        group: Any = None,
+        slots: Sequence[Slot] = (),
+    ) -> None:
         self._demand = demand
+        self.nodes = nodes
+        """That the run's actors are on, in order of rank; none where the cluster has only one."""
         self._group = group
         self._slots = slots
 
@@ -120,7 +142,9 @@ class Placement:
             ClusterError: the cluster has not as many, or they do not become free.
         """
         if not demand.total:
-            return cls(demand)
+            return cls(
+                demand, [] if is_alone() and demand.nodes == 1 else computing_nodes(demand.nodes)
+            )
         import ray
         from ray.util import placement_group, remove_placement_group
 
@@ -137,7 +161,8 @@ class Placement:
                         "shows it), or ask for fewer"
                     )
             slots = await _ordered(group, demand.total)
-            placement = cls(demand, group, slots)
+            nodes = [] if is_alone() else list(dict.fromkeys(slot.node for slot in slots))
+            placement = cls(demand, nodes, group, slots)
             placement._check_nodes()
         except BaseException:
             remove_placement_group(group)
@@ -146,11 +171,24 @@ class Placement:
 
     def trainer(self, rank: int) -> Place:
         """Where a rank of the trainer is put."""
-        return self._place([self._slots[rank]]) if self._demand.trainers else NOWHERE
+        if self._demand.trainers:
+            return self._place([self._slots[rank]])
+        return self._beside(rank, self._demand.ranks)
 
     def engine(self, rank: int) -> Place:
         """Where an engine is put."""
-        return self._place(self._engine_slots(rank)) if self._demand.engines else NOWHERE
+        if self._demand.engines:
+            return self._place(self._engine_slots(rank))
+        return self._beside(rank, self._demand.servers)
+
+    def worker(self) -> Place:
+        """Where the rollout worker is put: on the first node, since it talks to all engines."""
+        return self._beside(0, 1)
+
+    def others(self) -> list[Node]:
+        """Nodes of the run that this process is not on."""
+        mine = this_node()
+        return [node for node in self.nodes if node != mine]
 
     def release(self) -> None:
         """Give the GPUs back. What still runs on them is ended by Ray."""
@@ -165,7 +203,18 @@ class Placement:
 
         strategy = PlacementGroupSchedulingStrategy(self._group, slots[0].bundle)
         options = {"num_gpus": SHARE, "scheduling_strategy": strategy}
-        return Place(options, tuple(slot.gpu for slot in slots))
+        return Place(options, tuple(slot.gpu for slot in slots), self._host(slots[0].node))
+
+    def _beside(self, number: int, count: int) -> Place:
+        """The place of one of `count` actors that need no GPU: as many neighbours on each node."""
+        if not self.nodes:
+            return NOWHERE
+        node = self.nodes[number * len(self.nodes) // count]
+        return Place({**NOWHERE.options, **node.options}, host=self._host(node))
+
+    def _host(self, node: Node) -> str:
+        """Where a server on a node listens: on loopback, if nobody on another has to reach it."""
+        return node.address if len(self.nodes) > 1 else LOOPBACK
 
     def _engine_slots(self, rank: int) -> Sequence[Slot]:
         first = self._demand.first_of_engines + rank * self._demand.each
@@ -173,7 +222,7 @@ class Placement:
 
     def _check_nodes(self) -> None:
         for rank in range(self._demand.engines // self._demand.each):
-            nodes = sorted({slot.node for slot in self._engine_slots(rank)})
+            nodes = sorted({slot.node.address for slot in self._engine_slots(rank)})
             if len(nodes) > 1:
                 raise ClusterError(
                     f"engine {rank} would have its {self._demand.each} GPUs "
@@ -212,13 +261,15 @@ async def _ordered(group: Any, count: int) -> list[Slot]:
     what = "a look at the GPUs"
     found = await gather(*(call(one, deadline_s=PROBE_DEADLINE_S, what=what) for one in asked))
     slots = [Slot(i, node, gpu) for i, (node, gpu) in enumerate(found)]
-    return sorted(slots, key=lambda slot: (ip_address(slot.node), len(slot.gpu), slot.gpu))
+    return sorted(
+        slots,
+        key=lambda slot: (ip_address(slot.node.address), slot.node.id, len(slot.gpu), slot.gpu),
+    )
 
 
-def _where() -> tuple[str, str]:
+def _where() -> tuple[Node, str]:
     """Node and GPU of the process that runs this."""
     import ray
-    from ray.util import get_node_ip_address
 
     [gpu] = ray.get_gpu_ids()
-    return get_node_ip_address(), str(gpu)
+    return this_node(), str(gpu)

@@ -26,6 +26,7 @@ from rlcore.cluster.actor_logs import Line, Lines, shown
 from rlcore.config.tree import AlgorithmConfig, ModelConfig, Scalar, TrainConfig
 from rlcore.errors import Corrupt, Fenced, TrainError
 from rlcore.images.processor import takes_images
+from rlcore.net import interface_of, own_address
 from rlcore.slime.compat import state as slime
 from rlcore.starting_model import prepare_model
 from rlcore.store.files import download_folder, file_ref, upload_file, upload_folder
@@ -132,10 +133,10 @@ class TrainerActor:
             "RANK": str(self._rank),
             "WORLD_SIZE": str(self._world),
         }
-        if address.startswith("127."):
-            # All ranks are on this machine: their connections stay on it.
+        # The way that leads to rank 0, and on one machine loopback: a host's name may mean another.
+        if (interface := interface_of(own_address(address))) is not None:
             for library in ("GLOO", "NCCL"):
-                os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
+                os.environ.setdefault(f"{library}_SOCKET_IFNAME", interface)
         cuda = self._spec.device == "cuda"
         if cuda:
             torch.cuda.set_device(0)

@@ -50,7 +50,7 @@ def check_engines(config: "RunConfig") -> None:
     if secret := next(filter(names_a_secret, config.sglang), None):
         raise ValueError(
             f"sglang.{secret} is a secret, and a configuration is stored and shown as it is; "
-            "engines listen on loopback alone and need none: remove it"
+            "engines of a run ask nobody for one (docs/security.md): remove it"
         )
     if config.rollout.engine == "embedded" and config.sglang:
         raise ValueError(

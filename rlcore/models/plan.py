@@ -1,10 +1,12 @@
 """What a run's training needs, by arithmetic: a rank's memory, traffic between ranks, time.
 
 Bytes of parameters, gradients and optimizer are exact; those of activations count the tensors that
-backward needs; time divides by the speed that well-filled GPUs reach. Everything is of the trainer
-of FSDP2, which shards parameters, gradients and optimizer evenly over all ranks.
+backward needs; time divides by the speed that well-filled GPUs reach. Everything here is of the
+trainer of FSDP2, which shards parameters, gradients and optimizer evenly over all ranks;
+`rlcore.models.megatron_plan` has Megatron's.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil, prod
 
@@ -94,11 +96,14 @@ class Plan:
     """Bytes of one rank, by kind."""
     available: float
     """Bytes that a rank may use."""
-    traffic: float
-    """Bytes that a rank sends in an iteration."""
+    traffic: Mapping[str, float]
+    """Bytes that a rank sends in an iteration, by kind."""
     compute_s: float
-    """Of training in an iteration."""
+    """Of training in an iteration; with the time that stages of a pipeline wait for each other."""
     traffic_s: float
+    """Of traffic beside computing."""
+    waiting_s: float = 0.0
+    """Of traffic that computing waits for."""
 
     @property
     def needed(self) -> float:
@@ -112,8 +117,8 @@ class Plan:
 
     @property
     def seconds(self) -> float:
-        """Training of an iteration: traffic runs beside computing."""
-        return max(self.compute_s, self.traffic_s)
+        """Training of an iteration."""
+        return max(self.compute_s, self.traffic_s) + self.waiting_s
 
 
 def plan(arch: Architecture, work: Work, gpu: Gpu) -> Plan:
@@ -133,7 +138,7 @@ def plan(arch: Architecture, work: Work, gpu: Gpu) -> Plan:
         size.active_parameters,
         memory(arch, work),
         gpu.memory * (1 - work.engine_share),
-        sent,
+        {"gradients and weights": sent},
         flops / speed,
         sent / (link * LINK_SHARE),
     )

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
+from rlcore.net import own_address
+
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import Store
@@ -141,13 +143,8 @@ def _gloo(store: Store, rank: int, meeting: Meeting) -> Any:
     from torch.distributed import ProcessGroupGloo
 
     options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    # What meets on this machine stays on it.
-    local = meeting.master_address.startswith("127.")
-    device = (
-        ProcessGroupGloo.create_device(hostname=meeting.master_address)
-        if local
-        else ProcessGroupGloo.create_default_device()
-    )
+    # The way that leads to rank 0, and on one machine loopback: a host's name may mean another.
+    device = ProcessGroupGloo.create_device(hostname=own_address(meeting.master_address))
     options._devices, options._threads = [device], 2
     options._timeout = timedelta(seconds=JOIN_S)
     group: Any = ProcessGroupGloo(store, rank, meeting.world_size, options)

@@ -27,11 +27,13 @@ class Sluice:
     root: Path | str
     cwd: Path
     env: dict[str, str] = field(default_factory=dict)
+    within: tuple[str, ...] = ()
+    """A command that runs it somewhere, such as in a network namespace."""
 
     def start(self, *args: str) -> subprocess.Popen[str]:
         """Start the command and return at once."""
         env = {k: v for k, v in os.environ.items() if k != "PREFECT_API_URL"} | self.env
-        argv = [sys.executable, "-m", "flows.cli", *args, "--root", str(self.root)]
+        argv = [*self.within, sys.executable, "-m", "flows.cli", *args, "--root", str(self.root)]
         return subprocess.Popen(
             argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=self.cwd
         )

@@ -6,6 +6,7 @@ import asyncio
 import os
 from collections.abc import AsyncIterator, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +14,11 @@ import pytest_asyncio
 
 from rlcore.cluster import placement as module
 from rlcore.cluster import ray_session
-from rlcore.cluster.placement import Demand, Place, Placement
+from rlcore.cluster.nodes import Node, this_node
+from rlcore.cluster.placement import Demand, Place, Placement, Slot
+from rlcore.cluster.shared import _check_seen
 from rlcore.errors import ClusterError
+from rlcore.net import interface_of, own_address
 
 
 class Where:
@@ -95,6 +99,58 @@ async def test_more_than_there_are_is_an_error_at_once(reserve: Any) -> None:
         await reserve(4, 2, 1, False)
 
 
-async def test_on_cpus_nothing_is_held() -> None:
-    placement = await Placement.reserve(Demand(0, 0, 1, False), "local")
-    assert placement.engine(0) == placement.trainer(0) == module.NOWHERE
+async def test_on_the_only_node_nothing_without_gpus_is_pinned(reserve: Any) -> None:
+    placement = await reserve(0, 0, 1, False)
+    assert placement.engine(0) == placement.trainer(0) == placement.worker() == module.NOWHERE
+    assert placement.others() == []
+
+
+async def test_more_nodes_than_there_are_is_an_error_at_once(reserve: Any) -> None:
+    with pytest.raises(ClusterError, match=r"actor_num_nodes = 2, .* has 1 node\(s\) with CPUs"):
+        await reserve(0, 0, 1, False, 2, 4, 2)
+
+
+@pytest.fixture
+def two_nodes(four_gpus: None) -> list[Node]:
+    """That which is there, and one that is not."""
+    return [this_node(), Node("10.9.8.7", "b" * 56)]
+
+
+def test_ranks_and_engines_fill_nodes_in_order(two_nodes: list[Node]) -> None:
+    placement = Placement(Demand(0, 0, 1, False, nodes=2, ranks=4, servers=3), two_nodes)
+    ids = [placement.trainer(rank).options["scheduling_strategy"].node_id for rank in range(4)]
+    assert ids == [two_nodes[0].id] * 2 + [two_nodes[1].id] * 2
+    hosts = [placement.engine(rank).host for rank in range(3)]
+    assert hosts == [two_nodes[0].address] * 2 + [two_nodes[1].address]
+    assert placement.worker().options["scheduling_strategy"].node_id == two_nodes[0].id
+    assert placement.others() == two_nodes[1:]
+
+
+def test_a_run_on_one_node_of_many_stays_on_it_and_on_loopback(two_nodes: list[Node]) -> None:
+    placement = Placement(Demand(0, 0, 1, False, servers=2), two_nodes[1:])
+    for place in (placement.engine(1), placement.worker()):
+        assert place.host == "127.0.0.1"
+        assert place.options["scheduling_strategy"].node_id == two_nodes[1].id
+
+
+def test_engines_on_gpus_of_two_nodes_listen_at_their_nodes_addresses(
+    two_nodes: list[Node],
+) -> None:
+    slots = [Slot(i, two_nodes[i // 2], str(i % 2)) for i in range(4)]
+    demand = Demand(2, 2, 1, False, nodes=1, ranks=2, servers=2)
+    placement = Placement(demand, two_nodes, None, slots)
+    assert [placement.engine(rank).host for rank in (0, 1)] == ["10.9.8.7"] * 2
+
+
+async def test_a_folder_that_a_node_does_not_see_is_named_with_the_node(
+    four_gpus: None, tmp_path: Path
+) -> None:
+    await _check_seen([this_node()], tmp_path, "the folder")
+    said = rf"the folder of model\.path is not there on the node 127\.0\.0\.1: {tmp_path}/none"
+    with pytest.raises(ClusterError, match=said):
+        await _check_seen([this_node()], tmp_path / "none", "the folder of model.path")
+
+
+def test_the_way_to_this_machine_is_its_loopback() -> None:
+    assert interface_of(own_address("127.0.0.1")) == "lo"
+    assert interface_of("203.0.113.7") is None

@@ -43,6 +43,12 @@ def forward(model: Any, ids: Any, layout: Layout, rank: int) -> Any:
     return model(None, positions, None)
 
 
+def counted(model: Any) -> int:
+    """Numbers that this rank holds, biases of routers among them."""
+    biases = [b for name, b in model.named_buffers() if name.endswith("expert_bias")]
+    return sum(tensor.numel() for tensor in (*model.parameters(), *biases))
+
+
 def check(folder: Path, layout: Layout, rank: int) -> None:
     """Logits, weights, and a checkpoint at another layout."""
     arch = read_hf_config(folder / "model")
@@ -50,6 +56,7 @@ def check(folder: Path, layout: Layout, rank: int) -> None:
     weights = Weights(arch, HfFolder(folder / "model"))
     model = build_model(arch, layout).eval()
     load_weights(model, arch, weights.read)
+    (folder / f"parameters-{rank}").write_text(str(counted(model)))
     logits = forward(model, ids, layout, rank)
     if logits is not None:
         width = logits.shape[-1]

@@ -124,7 +124,7 @@ def test_a_reference_without_adapters_takes_time_and_no_memory() -> None:
     # Forward and the gradients of what layers are given; the reference's forward.
     assert found.compute_s * 8 == pytest.approx(plain.compute_s)
     full = count(arch, replace(work, lora_rank=None), GPUS["h200"])
-    assert found.traffic < full.traffic
+    assert sum(found.traffic.values()) < sum(full.traffic.values())
 
 
 def test_moments_in_the_cpu_s_memory_are_not_on_the_gpu() -> None:

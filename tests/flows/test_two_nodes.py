@@ -1,0 +1,50 @@
+"""A run over two nodes of Ray, which are two network namespaces of this machine."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from real_runs import Sluice, finish, short, wait_for
+from two_nodes import TwoNodes, two_nodes, why_not
+
+ITERATIONS = 3
+pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+
+
+@pytest.fixture
+def nodes() -> Iterator[TwoNodes]:
+    with two_nodes() as pair:
+        yield pair
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_two_nodes_train_what_one_does_and_a_lost_node_loses_nothing(
+    nodes: TwoNodes, tmp_path: Path
+) -> None:
+    path = str(short(tmp_path, ITERATIONS, more="state_interval = 1"))
+    ranks = ("--set", "rollout.num_engines=2")
+    one = Sluice(tmp_path / "root", tmp_path)
+    one("train", path, "--run-id", "one", *ranks, "--set", "cluster.actor_num_gpus_per_node=2")
+
+    both = Sluice(tmp_path / "root", tmp_path, env=nodes.env, within=nodes.first.within)
+    over = (*ranks, "--set", "cluster.actor_num_nodes=2")
+    over += ("--set", f"cluster.ray_address={nodes.ray_address}")
+    process = both.start("train", path, "--run-id", "two", *over, "--json")
+    wait_for(both.committed("two", 0).exists, 240)
+    logs = (tmp_path / "root" / "runs" / "two" / "logs" / "epoch-0001").glob("engine-*.log")
+    served = {re.search(r"http://([\d.]+):", log.read_text())[1] for log in logs}  # type: ignore[index]
+    assert served == {nodes.first.address, nodes.second.address}
+
+    nodes.second.kill()
+    _, err = finish(process, 240)
+    assert process.returncode == 1, err
+    assert nodes.second.address in err or "died" in err
+
+    nodes.start_second()
+    both("resume", "two", "--set", f"cluster.ray_address={nodes.ray_address}")
+    assert one.json("verify", "two")["ok"]
+    alone, apart = one.json("show", "one"), one.json("show", "two")
+    assert apart["state_sha256"] == alone["state_sha256"]
+    assert [m["reward"] for m in apart["metrics"]] == [m["reward"] for m in alone["metrics"]]
