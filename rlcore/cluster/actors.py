@@ -231,6 +231,7 @@ async def start_trainer(plan: FleetPlan, placement: Placement, number: int) -> T
             lora=Lora.of(config.model),
             timeout_s=config.train.deadline_s,
             slime=slime_args_of(config),
+            megatron=config.megatron,
         ),
         places=[placement.trainer(rank) for rank in range(config.world_size)],
         epoch=plan.epoch,

@@ -31,14 +31,14 @@ from rlcore.starting_model import prepare_model
 from rlcore.store.files import download_folder, file_ref, upload_file, upload_folder
 from rlcore.store.manifest import FileRef
 from rlcore.store.objects import Objects
+from rlcore.train.make import make_trainer
 from rlcore.train.trainer import DType, Lora, StateDigest, TrainReport
 from rlcore.weights.sync import SyncReport, SyncSpec, WeightSync
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from rlcore.train.fsdp.trainer import FsdpTrainer
-    from rlcore.train.trainer import BatchFiles
+    from rlcore.train.trainer import BatchFiles, Trainer
 
 log = logging.getLogger("sluice.trainer")
 
@@ -66,6 +66,8 @@ class TrainerSpec:
     """Seconds after which a collective counts as hung."""
     slime: dict[str, Any] | None = None
     """slime's `args`, where plugins written for it are to run."""
+    megatron: dict[str, Scalar] = field(default_factory=dict)
+    """Settings by megatron-core's names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +101,7 @@ class TrainerActor:
         self._world = world
         self._epoch = 0
         self._objects = Objects.open(spec.storage_root, spec.storage_options)
-        self._trainer: FsdpTrainer | None = None
+        self._trainer: Trainer | None = None
         self._sync = WeightSync(rank)
         self._node_ranks: list[int] = []
         self._ahead: tuple[tuple[FileRef, ...], pa.Table] | None = None
@@ -235,8 +237,8 @@ class TrainerActor:
             rollout=ahead[1] if ahead is not None and ahead[0] == files.rollout else None,
             train=self._spec.train,
             algorithm=self._spec.algorithm,
-            rank=self._rank,
-            world=self._world,
+            rank=trainer.ranks.rank,
+            world=trainer.ranks.size,
             images=trainer.images,
         )
         report = trainer.train(prev, new, batch)
@@ -333,22 +335,22 @@ class TrainerActor:
             )
         self._epoch = epoch
 
-    def _build(self) -> FsdpTrainer:
-        from rlcore.train.fsdp.trainer import FsdpTrainer
-
+    def _build(self) -> Trainer:
         if self._trainer is None:
-            self._trainer = FsdpTrainer(
-                self._spec.train,
-                self._spec.algorithm,
-                temperature=self._spec.temperature,
-                seed=self._spec.seed,
-                device=self._spec.device,
-                trust_remote_code=self._spec.trust_remote_code,
-                lora=self._spec.lora,
+            spec = self._spec
+            self._trainer = make_trainer(
+                spec.train,
+                spec.algorithm,
+                temperature=spec.temperature,
+                seed=spec.seed,
+                device=spec.device,
+                trust_remote_code=spec.trust_remote_code,
+                lora=spec.lora,
+                megatron=spec.megatron,
             )
         return self._trainer
 
-    def _held(self) -> FsdpTrainer:
+    def _held(self) -> Trainer:
         if self._trainer is None:
             raise TrainError(f"trainer rank {self._rank} holds no model; load or restore one first")
         return self._trainer

@@ -67,6 +67,7 @@ class FsdpTrainer:
         """
         self.loaded: str | None = None
         self.dirty = False
+        self.ranks = Ranks()
         self._train = train
         self._algorithm = algorithm
         self._temperature = temperature
@@ -284,7 +285,7 @@ class FsdpTrainer:
         models = Models(
             Passes(policy),
             optimizer,
-            Ranks(),
+            self.ranks,
             critic=critic and Critic(CriticPasses(critic.model), critic.optimizer),
             reference=reference and Scorer(reference),
             teacher=teacher and Scorer(teacher),
