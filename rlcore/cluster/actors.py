@@ -247,6 +247,7 @@ async def start_trainer(plan: FleetPlan, placement: Placement, number: int) -> T
             timeout_s=config.train.deadline_s,
             slime=slime_args_of(config),
             shares_gpus=config.offloads_train or config.offloads_rollout,
+            megatron=config.megatron,
         ),
         places=[placement.trainer(rank) for rank in range(config.world_size)],
         epoch=plan.epoch,

@@ -32,6 +32,7 @@ from rlcore.starting_model import prepare_model
 from rlcore.store.files import download_folder, file_ref, upload_file, upload_folder
 from rlcore.store.manifest import FileRef
 from rlcore.store.objects import Objects
+from rlcore.train.make import make_trainer
 from rlcore.train.trainer import DType, Lora, StateDigest, TrainReport
 from rlcore.weights.sync import SyncReport, SyncSpec, WeightSync
 
@@ -39,8 +40,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
     import torch
 
-    from rlcore.train.fsdp.trainer import FsdpTrainer
-    from rlcore.train.trainer import BatchFiles
+    from rlcore.train.trainer import BatchFiles, Trainer
 
 log = logging.getLogger("sluice.trainer")
 
@@ -72,6 +72,8 @@ class TrainerSpec:
     """slime's `args`, where plugins written for it are to run."""
     shares_gpus: bool = False
     """Memory that it does not use is for others to take."""
+    megatron: dict[str, Scalar] = field(default_factory=dict)
+    """Settings by megatron-core's names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +107,7 @@ class TrainerActor:
         self._world = world
         self._epoch = 0
         self._objects = Objects.open(spec.storage_root, spec.storage_options)
-        self._trainer: FsdpTrainer | None = None
+        self._trainer: Trainer | None = None
         self._sync = WeightSync(rank, objects=self._objects)
         self._node_ranks: list[int] = []
         self._ahead: tuple[tuple[FileRef, ...], pa.Table] | None = None
@@ -242,8 +244,8 @@ class TrainerActor:
             rollout=ahead[1] if ahead is not None and ahead[0] == files.rollout else None,
             train=self._spec.train,
             algorithm=self._spec.algorithm,
-            rank=self._rank,
-            world=self._world,
+            rank=trainer.ranks.rank,
+            world=trainer.ranks.size,
             images=trainer.images,
         )
         report = trainer.train(prev, new, batch)
@@ -377,22 +379,22 @@ class TrainerActor:
 
         return current_device(self._spec.device)
 
-    def _build(self) -> FsdpTrainer:
-        from rlcore.train.fsdp.trainer import FsdpTrainer
-
+    def _build(self) -> Trainer:
         if self._trainer is None:
-            self._trainer = FsdpTrainer(
-                self._spec.train,
-                self._spec.algorithm,
-                temperature=self._spec.temperature,
-                seed=self._spec.seed,
-                device=self._spec.device,
-                trust_remote_code=self._spec.trust_remote_code,
-                lora=self._spec.lora,
+            spec = self._spec
+            self._trainer = make_trainer(
+                spec.train,
+                spec.algorithm,
+                temperature=spec.temperature,
+                seed=spec.seed,
+                device=spec.device,
+                trust_remote_code=spec.trust_remote_code,
+                lora=spec.lora,
+                megatron=spec.megatron,
             )
         return self._trainer
 
-    def _held(self) -> FsdpTrainer:
+    def _held(self) -> Trainer:
         if self._trainer is None:
             raise TrainError(f"trainer rank {self._rank} holds no model; load or restore one first")
         return self._trainer

@@ -14,6 +14,19 @@ from rlcore.config.fields import path_values
 from rlcore.config.tree import RunConfig, Section
 
 NOT_COMPUTED = frozenset({"storage", "cluster", "tracking"})
+MEGATRON_LAYOUT = frozenset(
+    {
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "virtual_pipeline_model_parallel_size",
+        "context_parallel_size",
+        "expert_model_parallel_size",
+        "expert_tensor_parallel_size",
+        "sequence_parallel",
+        "use_distributed_optimizer",
+    }
+)
+"""Settings of `megatron` that say how a model lies on ranks, and not what is computed."""
 
 NEWER: tuple[tuple[str, str, Any], ...] = (
     ("run", "mode", "sync"),
@@ -46,14 +59,14 @@ NEWER: tuple[tuple[str, str, Any], ...] = (
     ("weights", "delta_base_interval", 20),
 )
 """Settings at values that are left out, so that runs of older releases keep their digests."""
-NEWER_SECTIONS = frozenset({"compat"})
+NEWER_SECTIONS = frozenset({"compat", "megatron"})
 """Sections that are left out where nothing of theirs is left."""
 
 STAGE_SECTIONS: dict[str, tuple[str, ...]] = {
     "rollout": ("run", "model", "data", "rollout", "sglang"),
     "reward": ("reward",),
     "filter": ("filter", "reward"),
-    "train": ("run", "model", "algorithm", "train"),
+    "train": ("run", "model", "algorithm", "train", "megatron"),
     "evaluate": ("run", "eval", "reward", "rollout"),
 }
 """The sections that a stage's result depends on, beside its inputs, where others need to know.
@@ -97,6 +110,8 @@ def is_operational(config: RunConfig, section: str, key: str) -> bool:
 
 def _is_operational(section: str, key: str, constant_rate: bool) -> bool:
     if section in NOT_COMPUTED or (constant_rate and (section, key) == ("train", "num_iterations")):
+        return True
+    if section == "megatron" and key in MEGATRON_LAYOUT:
         return True
     kind = RunConfig.model_fields[section].annotation if section in RunConfig.model_fields else None
     return isinstance(kind, type) and issubclass(kind, Section) and key in kind.OPERATIONAL

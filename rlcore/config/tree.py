@@ -119,7 +119,7 @@ class TrainConfig(Section):
     adam_eps: Annotated[float, Field(gt=0)] = 1e-8
     """AdamW's epsilon."""
     backend: Literal["fsdp", "megatron"] = "fsdp"
-    """`fsdp` trains Hugging Face models as they are; `megatron` does not exist yet."""
+    """`fsdp` trains Hugging Face models as they are; `megatron` lays them out by megatron-core."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """Precision of forward and backward; the master weights stay float32."""
     max_tokens_per_gpu: PositiveInt = 8192
@@ -272,6 +272,8 @@ class RunConfig(Section):
     """Plugins written for other programs."""
     sglang: dict[str, Scalar | list[Scalar]] = {}
     """Arguments of SGLang's server, by their own names; a list where one takes several values."""
+    megatron: dict[str, Scalar] = {}
+    """Layout and other settings of megatron-core, by their own names."""
 
     @model_validator(mode="before")
     @classmethod
@@ -477,8 +479,11 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _backends_exist(self) -> "RunConfig":
-        if self.train.backend == "megatron":
-            raise ValueError("train.backend = 'megatron' does not exist yet; use 'fsdp'")
+        if self.train.backend != "megatron" and self.megatron:
+            raise ValueError(
+                f"megatron.{next(iter(self.megatron))} is set but train.backend = "
+                f"{self.train.backend!r}; set train.backend = 'megatron' or remove it"
+            )
         check_engines(self)
         return self
 

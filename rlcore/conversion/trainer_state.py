@@ -1,4 +1,4 @@
-"""The model in an FSDP2 trainer's state: whole tensors of the shards that ranks wrote."""
+"""The model in a trainer's state: whole tensors of the shards that ranks wrote."""
 
 from __future__ import annotations
 
@@ -20,23 +20,28 @@ BUFFERS = ".e_score_correction_bias"
 
 
 class TrainerState:
-    """Implements `Tensors` of a state's folder."""
+    """Implements `Tensors` of a state's folder.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        folder: of the state.
+        prefix: of the names that are wanted; the policy's weights, if none is given.
+    """
+
+    def __init__(self, folder: Path, prefix: str = MODEL) -> None:
         from safetensors import safe_open
 
         from rlcore.train.fsdp.shards import ShardReader
 
-        self.where = str(folder)
+        self.where, self._prefix = str(folder), prefix
         try:
             metadata = ShardReader(folder).read_metadata()
         except Exception as error:
             # A pickle that is damaged raises anything.
             raise DataError(f"{folder} holds no trainer state: {error}") from None
         self._metadata: dict[str, Any] = {
-            name.removeprefix(MODEL): value
+            name.removeprefix(prefix): value
             for name, value in metadata.state_dict_metadata.items()
-            if name.startswith(MODEL)
+            if name.startswith(prefix)
         }
         self.shapes = {name: tuple(value.size) for name, value in self._metadata.items()}
         self._files = metadata.storage_data
@@ -64,8 +69,8 @@ class TrainerState:
         for chunk in self._metadata[name].chunks:
             stored = tuple((o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))
             if both := overlap(wanted, stored):
-                file = self._open[self._files[MetadataIndex(MODEL + name, chunk.offsets)]]
-                key = f"{MODEL}{name}@{','.join(map(str, chunk.offsets))}"
+                file = self._open[self._files[MetadataIndex(self._prefix + name, chunk.offsets)]]
+                key = f"{self._prefix}{name}@{','.join(map(str, chunk.offsets))}"
                 part = file.get_slice(key)[inside(both, stored)]
                 out[inside(both, wanted)] = part
                 filled += part.numel()

@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 
     from rlcore.algorithms.packing import TrainSequence
     from rlcore.config.tree import ModelConfig
+    from rlcore.images.processor import ImageProcessor
     from rlcore.store.manifest import FileRef
+    from rlcore.train.ranks import Ranks
 
 DType = Literal["float32", "bfloat16"]
 
@@ -126,6 +128,10 @@ class Trainer(Protocol):
     """Name of the state that is held; None before the first load."""
     dirty: bool
     """A batch was begun and not finished: the weights are those of no state."""
+    images: ImageProcessor | None
+    """Of the model that is held; None where it takes no images."""
+    ranks: Ranks
+    """Those that a batch is dealt out to; others beside this one may see the same samples."""
 
     def load(self, model_folder: Path, state_id: str) -> None:
         """Build the policy from a Hugging Face folder, with a fresh optimizer."""

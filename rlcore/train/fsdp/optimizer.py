@@ -1,4 +1,4 @@
-"""AdamW over the local shards of FSDP2 parameters, the learning rate and the gradient norm.
+"""AdamW over the local shards of FSDP2 parameters, and the gradient norm.
 
 AdamW (arXiv 1711.05101, algorithm 2) works on each element alone, so it runs on plain local
 tensors, fused; torch does the arithmetic. The norm is that of the whole gradient over all ranks.
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Literal, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -25,26 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from rlcore.config.tree import TrainConfig
 
-Schedule = Literal["constant", "linear", "cosine"]
 MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
-def learning_rate(step: int, total_steps: int, config: TrainConfig) -> float:
-    """Learning rate of optimizer step `step`, counted from 0.
-
-    Rises linearly over `lr_warmup_steps`, step k having (k + 1) / warm-up of the peak, so that no
-    step is wasted at 0; then stays, or goes to `lr_min`, reached at the last of `total_steps`,
-    along a straight line or half a cosine.
-    """
-    warmup = config.lr_warmup_steps
-    if step < warmup:
-        return config.lr * (step + 1) / warmup
-    if config.lr_schedule == "constant":
-        return config.lr
-    span = max(1, total_steps - 1 - warmup)
-    done = min(1.0, (step - warmup) / span)
-    left = 1.0 - done if config.lr_schedule == "linear" else (1.0 + math.cos(math.pi * done)) / 2
-    return config.lr_min + (config.lr - config.lr_min) * left
 
 
 class ShardedAdamW:
@@ -157,8 +138,3 @@ class ShardedAdamW:
                         stride=parameter.stride(),
                     ),
                 )
-
-
-def clip_scale(norm: float, limit: float) -> float:
-    """What gradients of this global norm are multiplied by so that it is at most `limit`."""
-    return min(1.0, limit / (norm + 1e-6))

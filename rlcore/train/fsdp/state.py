@@ -12,7 +12,6 @@ Invariants:
 
 from __future__ import annotations
 
-import hashlib
 import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -25,12 +24,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from rlcore.errors import Corrupt
+from rlcore.train.digests import digest_line, digest_of_lines
 from rlcore.train.fsdp.critic import TrainedCritic
 from rlcore.train.fsdp.model import Policy
 from rlcore.train.fsdp.optimizer import ShardedAdamW
 from rlcore.train.fsdp.shards import METADATA, ShardReader, ShardWriter, shard_name
 from rlcore.train.trainer import StateDigest
-from rlcore.weights.wire import bytes_of
 
 STEPS, CRITIC_STEPS, RNG = "optimizer_steps", "critic.optimizer_steps", "rng"
 REFERENCE = "reference."
@@ -161,13 +160,12 @@ def _digest(tensors: Iterable[tuple[str, Tensor]]) -> str:
     for i, (name, tensor) in enumerate(tensors):
         whole = full(tensor)
         if i % world == rank:
-            content = hashlib.sha256(bytes_of(whole.cpu().contiguous())).hexdigest()
-            lines.append(f"{name} {whole.dtype!s} {list(whole.shape)} {content}")
+            lines.append(digest_line(name, whole))
     if world > 1:
         gathered: list[Any] = [None] * world
         dist.all_gather_object(gathered, lines)
         lines = [line for part in cast(list[list[str]], gathered) for line in part]
-    return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
+    return digest_of_lines(lines)
 
 
 def held(tensor: Tensor) -> Tensor:

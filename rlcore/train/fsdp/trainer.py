@@ -21,10 +21,10 @@ from rlcore.config.tree import AlgorithmConfig, TrainConfig
 from rlcore.errors import ConfigError, PluginError, TrainError
 from rlcore.images.model import blocks
 from rlcore.images.processor import ImageProcessor, takes_images
+from rlcore.train.backend import Critic, Models
 from rlcore.train.custom import Functions
 from rlcore.train.fsdp import state
 from rlcore.train.fsdp.critic import TrainedCritic, load_critic
-from rlcore.train.fsdp.loop import BatchLoop, LoopSettings, Models
 from rlcore.train.fsdp.lora import Adapters, WithoutAdapters
 from rlcore.train.fsdp.model import (
     Policy,
@@ -33,9 +33,13 @@ from rlcore.train.fsdp.model import (
     load_policy,
     shard,
 )
-from rlcore.train.fsdp.optimizer import ShardedAdamW, learning_rate
+from rlcore.train.fsdp.optimizer import ShardedAdamW
+from rlcore.train.fsdp.passes import CriticPasses, Passes, Scorer
 from rlcore.train.fsdp.shards import ShardWriter
+from rlcore.train.loop import BatchLoop, LoopSettings
 from rlcore.train.offload import Offload, give_back_cache
+from rlcore.train.ranks import Ranks
+from rlcore.train.rates import learning_rate
 from rlcore.train.trainer import (
     DType,
     Lora,
@@ -70,6 +74,7 @@ class FsdpTrainer:
         """
         self.loaded: str | None = None
         self.dirty = False
+        self.ranks = Ranks()
         self._train = train
         self._algorithm = algorithm
         self._temperature = temperature
@@ -286,12 +291,16 @@ class FsdpTrainer:
             critic_lr=lambda step: learning_rate(step, total, self._critic_train),
             device=self._device,
         )
+        critic = self._critic if algorithm.has_critic else None
+        reference = self._reference_of(policy)
+        teacher = self._teacher if algorithm.opd_teacher_load else None
         models = Models(
-            policy,
+            Passes(policy),
             optimizer,
-            critic=self._critic if algorithm.has_critic else None,
-            reference=self._reference_of(policy),
-            teacher=self._teacher if algorithm.opd_teacher_load else None,
+            self.ranks,
+            critic=critic and Critic(CriticPasses(critic.model), critic.optimizer),
+            reference=reference and Scorer(reference),
+            teacher=teacher and Scorer(teacher),
         )
         # Before anything is begun: a function that cannot be loaded leaves all as it is.
         return BatchLoop(models, settings, batch, Functions(algorithm, self._temperature))

@@ -1,21 +1,29 @@
-"""Attention without Transformer Engine: torch's, causal, of whole or packed sequences.
+"""Attention and rotary positions of packed sequences, without Transformer Engine.
 
-megatron-core's own needs an explicit mask of every pair of tokens, and heads of one width; latent
-attention has values narrower than keys.
+megatron-core's own attention needs an explicit mask of every pair of tokens, and heads of one
+width; latent attention has values narrower than keys. Where sequences lie end to end, the edges
+between them go down to here in the place of a mask, since that is what megatron-core hands to its
+attention, and again when it computes a layer a second time.
+
+With context parallelism each rank has a run of the tokens, and the projections of all heads; a swap
+between ranks makes that all tokens of some heads, and back.
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from rlcore.errors import ConfigError
+from rlcore.train.fsdp.attention import SequenceLayout, packed_attention
 
 
 class TorchAttention(nn.Module):
@@ -31,11 +39,6 @@ class TorchAttention(nn.Module):
         **_: Any,
     ) -> None:
         super().__init__()
-        if config.context_parallel_size > 1:
-            raise ConfigError(
-                f"context_parallel_size = {config.context_parallel_size} needs Transformer Engine, "
-                "which is not installed"
-            )
         self.scale = softmax_scale
 
     def forward(
@@ -51,25 +54,107 @@ class TorchAttention(nn.Module):
         """Causal attention.
 
         Args:
-            query: [S, B, heads, width]; packed: [T, heads, width].
+            query: [S, B, heads, width]; with `packed_seq_params`: [T, heads, width].
             key, value: the same, of fewer heads.
+            attention_mask: None, or int32 [n + 1] on the CPU: B is 1, and sequence i is at
+                `mask[i]:mask[i + 1]`, counted over all context-parallel ranks.
 
         Returns:
             [S, B, heads x width of values]; packed: [T, heads x width].
         """
-        if packed_seq_params is None:
-            out = self._causal(*(x.permute(1, 2, 0, 3) for x in (query, key, value)))
-            return out.permute(2, 0, 1, 3).flatten(2)
-        lengths = packed_seq_params.cu_seqlens_q.diff().tolist()
-        parts = [x.split(lengths) for x in (query, key, value)]
-        outs = [
-            self._causal(*(x.transpose(0, 1)[None] for x in sequence))[0].transpose(0, 1)
-            for sequence in zip(*parts, strict=True)
-        ]
-        return torch.cat(outs).flatten(1)
-
-    def _causal(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        grouped = query.shape[1] != key.shape[1]
-        return scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=self.scale, enable_gqa=grouped
+        if packed_seq_params is not None:
+            edges = packed_seq_params.cu_seqlens_q
+            return self._packed(query, key, value, edges).flatten(1)
+        if attention_mask is not None:
+            parts = self._packed(query[:, 0], key[:, 0], value[:, 0], attention_mask)
+            return parts.flatten(1)[:, None]
+        grouped = query.shape[2] != key.shape[2]
+        heads = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        out = scaled_dot_product_attention(
+            *heads, is_causal=True, scale=self.scale, enable_gqa=grouped
         )
+        return out.permute(2, 0, 1, 3).flatten(2)
+
+    def _packed(self, query: Tensor, key: Tensor, value: Tensor, edges: Tensor) -> Tensor:
+        """[T, heads, width of values] of [T, heads, width]."""
+        group = parallel_state.get_context_parallel_group()
+        ranks = group.size()
+        layout = sequence_layout(tuple(edges.diff().tolist()), query.device)
+        if ranks > 1:
+            # Fewer heads than ranks are repeated: each rank has those that its queries look at.
+            key, value = (_repeated(x, ranks) for x in (key, value))
+            query, key, value = (_Swap.apply(x, group, True) for x in (query, key, value))
+        mixed = packed_attention(
+            self,
+            *(x.transpose(0, 1)[None] for x in (query, key, value)),
+            None,
+            layout=layout,
+            scaling=self.scale,
+        )[0][0]
+        return _Swap.apply(mixed, group, False) if ranks > 1 else mixed
+
+
+class PackedRotary(nn.Module):
+    """Rotary angles of the tokens at hand, in the place of those of positions from 0 on.
+
+    Latent attention asks for them itself, in each layer.
+    """
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.positions: Tensor | None = None
+        """int64 [T]; None: as `inner` has them."""
+
+    def get_rotary_seq_len(self, *args: Any, **kwargs: Any) -> int:
+        """As `inner`."""
+        return self.inner.get_rotary_seq_len(*args, **kwargs)  # type: ignore[no-any-return, operator]
+
+    def forward(self, length: int, **kwargs: Any) -> Any:
+        """Angles [T, 1, 1, width], and what `inner` has beside them."""
+        if self.positions is None:
+            return self.inner(length, **kwargs)
+        return angles(self.inner, self.positions)
+
+
+def angles(rotary: nn.Module, positions: Tensor) -> Any:
+    """What a rotary module of megatron-core has for each of some positions [T]."""
+    # Packed: all of them, and not this rank's share.
+    found = rotary(int(positions.max()) + 1, packed_seq=True)
+    if isinstance(found, tuple):
+        return found[0].index_select(0, positions), *found[1:]
+    return found.index_select(0, positions)
+
+
+@lru_cache(maxsize=4)
+def sequence_layout(lengths: tuple[int, ...], device: torch.device) -> SequenceLayout:
+    """The same for all layers."""
+    return SequenceLayout.of(lengths, device)
+
+
+def _repeated(x: Tensor, ranks: int) -> Tensor:
+    """Heads [T, heads, width], as many that ranks can divide them."""
+    heads = x.shape[1]
+    return x if heads % ranks == 0 else x.repeat_interleave(ranks // heads, 1)
+
+
+class _Swap(torch.autograd.Function):
+    """Between this rank's tokens of all heads and all tokens of this rank's heads."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, to_heads: bool) -> Tensor:
+        ctx.group, ctx.to_heads = group, to_heads
+        return _swapped(x, group, to_heads)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return _swapped(grads[0], ctx.group, not ctx.to_heads), None, None
+
+
+def _swapped(x: Tensor, group: dist.ProcessGroup, to_heads: bool) -> Tensor:
+    """[T / ranks, heads, width] to [T, heads / ranks, width], or back."""
+    parts = x.chunk(group.size(), 1 if to_heads else 0)
+    given = torch.stack([part.contiguous() for part in parts])
+    taken = torch.empty_like(given)
+    dist.all_to_all_single(taken, given, group=group)
+    return torch.cat(list(taken), 0 if to_heads else 1)

@@ -9,7 +9,7 @@ sampled.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -19,9 +19,10 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import (
     MLATransformerConfig,
@@ -44,6 +45,12 @@ if not HAS_ENGINE:
     # 0.16 takes these for its own where Transformer Engine is missing.
     multi_latent_attention.HAVE_TE = False
     vars(moe_utils).setdefault("te_general_gemm", None)
+if not torch.cuda.is_available():
+    # Counts of tokens are on the CPU already: no stream has to bring them there.
+    MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = object()
+    MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = (  # type: ignore[method-assign]
+        lambda self, point, tokens_per_expert=None: tokens_per_expert
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +59,12 @@ class Layout:
 
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
+    virtual_pipeline: int | None = None
+    """Runs of layers on each stage, where schedules are interleaved."""
+    context_parallel: int = 1
     expert_parallel: int = 1
+    expert_tensor_parallel: int | None = None
+    """None: as `tensor_parallel`."""
     sequence_parallel: bool = False
 
     def padded(self, vocab_size: int) -> int:
@@ -65,6 +77,7 @@ def build_model(
     layout: Layout,
     dtype: DType = "float32",
     more: Mapping[str, Any] | None = None,
+    chunk: int | None = None,
 ) -> GPTModel:
     """This rank's part of a model, with weights yet to be loaded.
 
@@ -73,13 +86,17 @@ def build_model(
         layout: the one that `megatron.core.parallel_state` was set up with.
         dtype: of parameters and arithmetic.
         more: further fields of megatron-core's `TransformerConfig`.
+        chunk: which run of this stage's layers, where schedules are interleaved.
 
     Raises:
         ConfigError: megatron-core has no such model, or not in this layout.
     """
     fused = torch.cuda.is_available() and HAS_ENGINE
     config = transformer_config(arch, layout, dtype, more or {})
-    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=fused, normalization="RMSNorm")
+    spec = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=fused, normalization="RMSNorm", vp_stage=chunk
+    )
+    _own_attention(spec)
     if not fused:
         _without_engine(spec, arch)
     if arch.model_type == "glm4":
@@ -91,8 +108,8 @@ def build_model(
         vocab_size=layout.padded(arch.vocab_size),
         # Rotary positions have no table that this would size.
         max_sequence_length=0,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=chunk),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=chunk),
         parallel_output=True,
         share_embeddings_and_output_weights=arch.tie_word_embeddings,
         position_embedding_type="rope",
@@ -100,6 +117,7 @@ def build_model(
         rotary_base=arch.rope_theta,
         rope_scaling=scaling is not None,
         rope_scaling_factor=scaling.factor if scaling else 1.0,
+        vp_stage=chunk,
     )
     return model.to(getattr(torch, dtype))
 
@@ -128,11 +146,17 @@ def transformer_config(
         "persist_layer_norm": False,
         "tensor_model_parallel_size": layout.tensor_parallel,
         "pipeline_model_parallel_size": layout.pipeline_parallel,
+        "virtual_pipeline_model_parallel_size": layout.virtual_pipeline,
+        # Micro-batches are packed sequences, each of another length.
+        "variable_seq_lengths": layout.pipeline_parallel > 1,
         "expert_model_parallel_size": layout.expert_parallel,
+        "expert_tensor_parallel_size": layout.expert_tensor_parallel,
         "sequence_parallel": layout.sequence_parallel,
         "params_dtype": getattr(torch, dtype),
         "pipeline_dtype": getattr(torch, dtype),
         "bf16": dtype == "bfloat16",
+        # Losses are normalised by the batch loop.
+        "calculate_per_token_loss": True,
         "use_cpu_initialization": not torch.cuda.is_available(),
         "perform_initialization": False,
     }
@@ -195,7 +219,6 @@ def _experts(arch: Architecture) -> dict[str, Any]:
     if arch.scoring_func == "sigmoid" and not arch.norm_topk_prob:
         raise ConfigError("megatron-core always divides sigmoid scores of experts by their sum")
     grouped = arch.n_group > 1
-    on_gpu = torch.cuda.is_available()
     return {
         "num_moe_experts": arch.num_experts,
         "moe_router_topk": arch.num_experts_per_tok,
@@ -211,16 +234,29 @@ def _experts(arch: Architecture) -> dict[str, Any]:
         "moe_router_topk_scaling_factor": arch.routed_scaling_factor,
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
-        # The other dispatcher copies in a CUDA stream of its own.
-        "moe_token_dispatcher_type": "alltoall" if on_gpu else "allgather",
+        "moe_token_dispatcher_type": "alltoall",
     }
 
 
+def _layers(spec: TransformerBlockSubmodules) -> Iterable[ModuleSpec]:
+    return {id(one): one for one in spec.layer_specs}.values()
+
+
+def _own_attention(spec: TransformerBlockSubmodules) -> None:
+    for layer in _layers(spec):
+        attention = layer.submodules.self_attention.submodules
+        attention.core_attention = ModuleSpec(module=TorchAttention)
+
+
 def _without_engine(spec: TransformerBlockSubmodules, arch: Architecture) -> None:
-    """Torch's attention, and the names that checkpoints of Transformer Engine have."""
-    for layer in {id(one): one for one in spec.layer_specs}.values():
+    """Torch's norms, and the names that checkpoints of Transformer Engine have."""
+    spec.layer_norm = RmsNorm
+    for layer in _layers(spec):
         parts = layer.submodules
-        parts.self_attention.submodules.core_attention = ModuleSpec(module=TorchAttention)
+        for part in (parts, parts.self_attention.submodules):
+            for name, module in vars(part).items():
+                if name.endswith("layernorm") and module is not IdentityOp:
+                    setattr(part, name, RmsNorm)
         sparse = parts.mlp.submodules is not None and hasattr(parts.mlp.submodules, "experts")
         parts.sharded_state_dict_keys_map = {
             own.removesuffix("weight"): stored.removesuffix("weight")
@@ -232,8 +268,19 @@ def _without_engine(spec: TransformerBlockSubmodules, arch: Architecture) -> Non
 
 
 def _sandwich(spec: TransformerBlockSubmodules) -> None:
-    for layer in {id(one): one for one in spec.layer_specs}.values():
+    for layer in _layers(spec):
         layer.module = SandwichLayer
+
+
+class RmsNorm(torch.nn.RMSNorm):
+    """Torch's, which knows whether ranks normalise a part of the tokens each."""
+
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any
+    ) -> None:
+        super().__init__(hidden_size, eps=eps)
+        # megatron-core's mark of weights whose gradient ranks must add up.
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
 class SandwichLayer(TransformerLayer):
@@ -242,8 +289,8 @@ class SandwichLayer(TransformerLayer):
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
         size, eps = config.hidden_size, config.layernorm_epsilon
-        self.post_self_attn_layernorm = WrappedTorchNorm(config, size, eps)
-        self.post_mlp_layernorm = WrappedTorchNorm(config, size, eps)
+        self.post_self_attn_layernorm = RmsNorm(config, size, eps)
+        self.post_mlp_layernorm = RmsNorm(config, size, eps)
         self.self_attn_bda = self._normed(self.post_self_attn_layernorm)
         self.mlp_bda = self._normed(self.post_mlp_layernorm)
 

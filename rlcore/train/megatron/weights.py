@@ -27,23 +27,11 @@ def load_weights(model: GPTModel, arch: Architecture, read: ReadTensor) -> None:
         DataError: a tensor of the model is filled by none, or has another shape.
     """
     targets = held_tensors(model)
-    ranks = parallel_state.get_tensor_model_parallel_world_size()
-    rank = parallel_state.get_tensor_model_parallel_rank()
     for rule, name in held_rules(model, arch):
-        whole = rule.join([read(spec.name) for spec in rule.hf])
         target = targets.pop(name, None)
         if target is None:
             raise DataError(f"the Megatron model has no {name} for {rule.megatron}")
-        if rule.is_padded:
-            whole = pad_rows(whole, target.shape[0] * ranks)
-        # Transformer Engine has some projections whole on every rank.
-        own = whole if whole.shape == target.shape else rule.share(whole, rank, ranks)
-        if own.shape != target.shape:
-            raise DataError(
-                f"{rule.megatron} has shape {list(own.shape)} on this rank, and the Megatron model "
-                f"has {list(target.shape)}"
-            )
-        target.copy_(own)
+        target.copy_(own_share(rule, read, target))
     if targets:
         raise DataError(f"no weights are there for {', '.join(sorted(targets))}")
 
@@ -54,16 +42,54 @@ def named_weights(model: GPTModel, arch: Architecture) -> Iterator[tuple[str, Te
     tensor-parallel ranks, which must all call it.
     """
     targets = held_tensors(model)
-    group = parallel_state.get_tensor_model_parallel_group()
-    ranks = parallel_state.get_tensor_model_parallel_world_size()
     for rule, name in held_rules(model, arch):
-        own = targets[name].contiguous()
-        shares = [own]
-        if rule.divide is not None and tuple(own.shape) != rule.shape:
-            shares = [torch.empty_like(own) for _ in range(ranks)]
-            torch.distributed.all_gather(shares, own, group=group)
-        for spec, part in zip(rule.hf, rule.split(rule.unite(shares)), strict=True):
-            yield spec.name, part
+        yield from united(rule, targets[name])
+
+
+def own_share(rule: Rule, read: ReadTensor, target: Tensor) -> Tensor:
+    """What this rank has of Megatron's tensor, of Hugging Face's.
+
+    Raises:
+        DataError: its shape is not that of `target`.
+    """
+    whole = rule.join([read(spec.name) for spec in rule.hf])
+    group = dividing_group(rule)
+    if rule.is_padded:
+        whole = pad_rows(whole, target.shape[0] * group.size())
+    # Transformer Engine has some projections whole on every rank.
+    same = whole.shape == target.shape
+    own = whole if same else rule.share(whole, group.rank(), group.size())
+    if own.shape != target.shape:
+        raise DataError(
+            f"{rule.megatron} has shape {list(own.shape)} on this rank, and the Megatron model "
+            f"has {list(target.shape)}"
+        )
+    return own
+
+
+def united(rule: Rule, own: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Hugging Face's tensors, whole, of what tensor-parallel ranks have, which must all call it."""
+    shares = [own.contiguous()]
+    if is_share(rule, own):
+        group = dividing_group(rule)
+        shares = [torch.empty_like(shares[0]) for _ in range(group.size())]
+        torch.distributed.all_gather(shares, own.contiguous(), group=group)
+    for spec, part in zip(rule.hf, rule.split(rule.unite(shares)), strict=True):
+        yield spec.name, part
+
+
+def is_share(rule: Rule, own: Tensor) -> bool:
+    """Whether a tensor is this rank's part of Megatron's, and not the whole."""
+    if rule.divide is None or dividing_group(rule).size() == 1:
+        return False
+    return tuple(own.shape) != rule.shape
+
+
+def dividing_group(rule: Rule) -> torch.distributed.ProcessGroup:
+    """The ranks that may have a part each."""
+    if rule.expert is not None:
+        return parallel_state.get_expert_tensor_parallel_group()
+    return parallel_state.get_tensor_model_parallel_group()
 
 
 def held_tensors(model: GPTModel) -> dict[str, Tensor]:

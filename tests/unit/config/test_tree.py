@@ -217,7 +217,7 @@ def test_every_fault_is_told_at_once() -> None:
             },
             ("rollout.custom_rollout_function_path", "rollout.rollout_sample_filter_path"),
         ),
-        ({"train": {"backend": "megatron"}}, ("train.backend = 'megatron'", "'fsdp'")),
+        ({"megatron": {"sequence_parallel": True}}, ("megatron.sequence_parallel", "'fsdp'")),
         ({"sglang": {"mem_fraction_static": 0.8}}, ("sglang.mem_fraction_static", "embedded")),
         (
             {"cluster": {"rollout_num_gpus": 3, "rollout_num_gpus_per_engine": 2}},

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from rlcore.config.tree import TrainConfig
-from rlcore.train.fsdp.optimizer import ShardedAdamW, clip_scale, learning_rate
+from rlcore.train.fsdp.optimizer import ShardedAdamW
+from rlcore.train.rates import clip_scale, learning_rate
 
 
 def course(total: int, **settings: Any) -> list[float]:

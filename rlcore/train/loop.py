@@ -1,8 +1,8 @@
 """One rollout batch through the optimizer: log-probs, then forward, backward and update.
 
 The loss of a step is a sum over all its tokens with weights that add up to 1
-(`algorithms.aggregate`), so micro-batches and ranks just add up. FSDP averages gradients over
-ranks; multiplying the loss by their number makes that a sum again.
+(`algorithms.aggregate`), so micro-batches and ranks just add up. How a model is passed through is
+its backend's to know (`rlcore.train.backend`).
 
 Where the old log-probs come from: the engine (`algorithm.use_rollout_logprobs`); or, with one step
 a batch, the training forward itself, whose policy is the one that sampled (the ratio is 1 and only
@@ -24,15 +24,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from rlcore.algorithms.aggregate import constant_scale
 from rlcore.algorithms.demonstrations import Demonstrations, cross_entropy, perplexity
-from rlcore.algorithms.flops import ModelShape
 from rlcore.algorithms.logprobs import token_log_probs
 from rlcore.algorithms.losses import (
     LossInputs,
@@ -45,16 +43,15 @@ from rlcore.algorithms.losses import (
 )
 from rlcore.algorithms.metrics import Metrics, merge_metrics
 from rlcore.algorithms.off_policy import ImportanceSampling
-from rlcore.algorithms.packing import LogProbs, PackedBatch, pack
+from rlcore.algorithms.packing import LogProbs, pack
 from rlcore.algorithms.values import ValueInputs, value_loss
 from rlcore.config.tree import AlgorithmConfig
 from rlcore.errors import TrainError
+from rlcore.train.backend import Models, Optimizer, Scores
+from rlcore.train.credit import MicroBatch, spread_advantages
 from rlcore.train.custom import Functions
-from rlcore.train.fsdp.credit import MicroBatch, spread_advantages
-from rlcore.train.fsdp.critic import TrainedCritic
-from rlcore.train.fsdp.means import LOG_PROBS, throughput, token_mean, token_means
-from rlcore.train.fsdp.model import Policy
-from rlcore.train.fsdp.optimizer import ShardedAdamW, clip_scale
+from rlcore.train.means import LOG_PROBS, throughput, token_mean, token_means
+from rlcore.train.rates import clip_scale
 from rlcore.train.trainer import TrainBatch, TrainStep
 
 GAP_PREFIX = "train_rollout_"
@@ -125,27 +122,6 @@ def loss_settings(a: AlgorithmConfig) -> PolicyLossSettings:
     )
 
 
-class Scores(Protocol):
-    """A policy, as far as log-probs go."""
-
-    def score(self, batch: PackedBatch, rows: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        """See `Policy.score`."""
-
-
-@dataclass(frozen=True)
-class Models:
-    """What a batch goes through."""
-
-    policy: Policy
-    optimizer: ShardedAdamW
-    """Of the policy."""
-    critic: TrainedCritic | None = None
-    reference: Scores | None = None
-    """The starting model, where a divergence from it is asked for."""
-    teacher: Policy | None = None
-    """For on-policy distillation."""
-
-
 class BatchLoop:
     """Trains one batch; `run` or `measure` is called once. `stepped`: the weights have changed."""
 
@@ -160,6 +136,7 @@ class BatchLoop:
         self._policy = models.policy
         self._optimizer = models.optimizer
         self._critic = models.critic
+        self._ranks = models.ranks
         self._settings = settings
         self._batch = batch
         self._own = own or Functions(settings.algorithm, settings.temperature)
@@ -231,10 +208,10 @@ class BatchLoop:
         self._policy.expert_load.reset()
         steps = [self._prepare(step) for step in self._batch.steps]
         gap = self._score_ahead(steps)
-        spread_advantages(steps, self._settings.algorithm, self._own)
+        spread_advantages(steps, self._settings.algorithm, self._ranks, self._own)
         if self._supervised:
             return steps, gap, {}
-        return steps, gap, token_means(steps, own_old=not self._old_from_rollout)
+        return steps, gap, token_means(steps, self._ranks, own_old=not self._old_from_rollout)
 
     def _prepare(self, step: TrainStep) -> list[MicroBatch]:
         """The step's micro-batches on the device."""
@@ -266,12 +243,12 @@ class BatchLoop:
         for name, model in models.items():
             if model is not None:
                 with self._clock.phase(f"seconds_{name}_log_probs"):
-                    for micro in micros:
-                        setattr(micro, name, self._score(model, micro)[0])
+                    for micro, values in zip(micros, self._score(model, micros), strict=True):
+                        setattr(micro, name, values)
         if self._critic is not None:
             with self._clock.phase("seconds_values"):
-                for micro in micros:
-                    micro.values = self._critic.model.values(micro.packed, micro.rows)
+                for micro, values in zip(micros, self._critic.model.values(micros), strict=True):
+                    micro.values = values
         for micro in micros:
             if self._old_from_rollout:
                 micro.old = micro.pick("rollout_log_probs")
@@ -282,15 +259,15 @@ class BatchLoop:
     def _score_old(self, step: Sequence[MicroBatch]) -> Scalars:
         """The policy's log-probs of a step before the first one; their gap to the engine's."""
         parts = []
-        for micro in step:
-            micro.old = self._score(self._policy, micro)[0]
+        for micro, old in zip(step, self._score(self._policy, step), strict=True):
+            micro.old = old
             if self._batch.rollout_log_probs:
-                parts.append(self._gap(micro, micro.old))
-        return _over_ranks(merge_metrics(parts))
+                parts.append(self._gap(micro, old))
+        return self._over_ranks(merge_metrics(parts))
 
-    def _score(self, model: Scores, micro: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies at the trained positions, at the rollout's temperature."""
-        return model.score(micro.packed, micro.rows, self._settings.temperature)
+    def _score(self, model: Scores, micros: Sequence[MicroBatch]) -> list[Tensor]:
+        """Log-probs at the trained positions, at the rollout's temperature."""
+        return model.score(micros, self._settings.temperature)
 
     def _gap(self, micro: MicroBatch, log_probs: Tensor) -> Metrics:
         """Distance of the trainer's log-probs to the engine's."""
@@ -301,33 +278,38 @@ class BatchLoop:
 
     def _forward_backward(self, number: int, step: Sequence[MicroBatch]) -> Scalars:
         """Gradients of the step on the parameters; its metrics over all ranks."""
-        scale, parts = self._scale(number), []
         # The policy of later steps has moved: only that of the first is the engine's.
         shows = number == 0 and not self._old_ahead
-        for micro in step:
-            with self._policy.expert_load.counting(real=not micro.empty):
-                if "loss" in self._own:
-                    out, log_probs = self._loss_of_function(micro, with_log_probs=shows)
-                else:
-                    out, log_probs = self._loss(micro, number)
-            (out.loss * (dist.get_world_size() * scale)).backward()
-            parts.append(out.metrics)
+        by_function = "loss" in self._own
+
+        def loss(micro: MicroBatch, answer: Any) -> tuple[Tensor, list[Metrics]]:
+            if by_function:
+                out, log_probs = self._loss_of_function(micro, answer, with_log_probs=shows)
+            else:
+                out, log_probs = self._loss(micro, number, *answer), answer[0]
+            found = [out.metrics]
             if shows and log_probs is not None:
-                parts.append(Metrics({LOG_PROBS: token_mean(micro, log_probs)}))
+                found.append(Metrics({LOG_PROBS: token_mean(micro, log_probs)}))
                 if self._batch.rollout_log_probs:
-                    parts.append(self._gap(micro, log_probs))
-        metrics = _over_ranks(self._complete(merge_metrics(parts)))
+                    found.append(self._gap(micro, log_probs))
+            return out.loss, found
+
+        scale = self._scale(number)
+        temperature = None if by_function else self._settings.temperature
+        parts = self._policy.accumulate(step, loss, scale=scale, temperature=temperature)
+        metrics = self._over_ranks(self._complete(merge_metrics(parts)))
         if self._supervised:
             metrics["perplexity"] = perplexity(metrics["loss"])
         return metrics | {"loss": metrics["loss"] * scale}
 
-    def _loss(self, micro: MicroBatch, number: int) -> tuple[LossOutputs, Tensor]:
-        """The loss of a micro-batch, and the log-probs of its trained tokens."""
+    def _loss(
+        self, micro: MicroBatch, number: int, log_probs: Tensor, entropy: Tensor
+    ) -> LossOutputs:
+        """The loss of a micro-batch, of what its trained tokens got."""
         settings = self._settings.loss
-        log_probs, entropy = self._score(self._policy, micro)
         mask, weights = micro.pick("loss_mask"), micro.pick("loss_weights")
         if self._supervised:
-            return cross_entropy(Demonstrations(log_probs, mask, weights, entropy)), log_probs
+            return cross_entropy(Demonstrations(log_probs, mask, weights, entropy))
         engine = settings.sampling is not None or "tis" in self._own
         weigh, reduce = self._own_parts(micro, number)
         inputs = LossInputs(
@@ -343,7 +325,7 @@ class BatchLoop:
             weigh=weigh,
             reduce=reduce,
         )
-        return policy_loss(inputs, settings), log_probs
+        return policy_loss(inputs, settings)
 
     def _own_parts(self, micro: MicroBatch, number: int) -> tuple[Weigh | None, Reduce | None]:
         """Importance weights and reduction by functions of one's own, over a micro-batch."""
@@ -366,10 +348,10 @@ class BatchLoop:
         return chosen, reduce if "pg_loss_reducer" in self._own else None
 
     def _loss_of_function(
-        self, micro: MicroBatch, *, with_log_probs: bool
+        self, micro: MicroBatch, logits: Tensor, *, with_log_probs: bool
     ) -> tuple[LossOutputs, Tensor | None]:
         """The loss by a function of one's own, and the log-probs of trained tokens if asked for."""
-        logits, there = self._policy.logits(micro.packed), micro.responses
+        there = micro.responses
         log_probs = None
         if with_log_probs:
             rows = logits.detach().index_select(0, micro.rows)
@@ -397,33 +379,51 @@ class BatchLoop:
         """
         if not self._own.see_tokens:
             return metrics
-        names: list[list[str]] = [[]] * dist.get_world_size()
-        dist.all_gather_object(names, list(metrics.means))
+        names: list[list[str]] = self._ranks.gather(list(metrics.means))
         zero = next(iter(metrics.means.values())).new_zeros(())
         return Metrics(
             {name: zero for one in names for name in one} | metrics.means, metrics.maxima
         )
 
+    def _over_ranks(self, metrics: Metrics) -> Scalars:
+        """Metrics of the whole step as numbers, the same on every rank."""
+        out: Scalars = {}
+        for values, reduce in (
+            (metrics.means, self._ranks.add),
+            (metrics.maxima, self._ranks.maximum),
+        ):
+            if not (names := sorted(values)):
+                continue
+            stacked = torch.stack([values[name].detach().double() for name in names])
+            reduce(stacked)
+            out |= dict(zip(names, stacked.tolist(), strict=True))
+        if "entropy_loss" in out:
+            out["entropy"] = out.pop("entropy_loss")
+        if "effect" in out:
+            share = effective_share(out.pop("effect"), out.pop("effect_square"))
+            out["effective_sample_size"] = share
+        return out
+
     def _critic_forward_backward(self, step: Sequence[MicroBatch]) -> Scalars:
         """The critic's gradients of the step, and its metrics over all ranks; none without one."""
         if self._critic is None:
             return {}
-        parts = []
-        for micro in step:
+
+        def loss(micro: MicroBatch, values: Tensor) -> tuple[Tensor, list[Metrics]]:
             assert micro.values is not None and micro.returns is not None
             inputs = ValueInputs(
-                values=self._critic.model.values(micro.packed, micro.rows),
+                values=values,
                 old_values=micro.values,
                 returns=micro.returns,
                 mask=micro.pick("loss_mask"),
                 weights=micro.pick("loss_weights"),
             )
             out = value_loss(inputs, self._settings.algorithm.value_clip)
-            (out.loss * dist.get_world_size()).backward()
-            parts.append(out.metrics)
-        return _over_ranks(merge_metrics(parts))
+            return out.loss, [out.metrics]
 
-    def _learners(self) -> dict[str, tuple[ShardedAdamW, Callable[[int], float]]]:
+        return self._over_ranks(merge_metrics(self._critic.model.accumulate(step, loss)))
+
+    def _learners(self) -> dict[str, tuple[Optimizer, Callable[[int], float]]]:
         """What is trained on this batch, with its learning rate, by the prefix of its metrics."""
         learners = {} if self._critic_only else {"": (self._optimizer, self._settings.lr)}
         if self._critic is not None:
@@ -434,12 +434,12 @@ class BatchLoop:
     def _speed(self) -> Scalars:
         """Throughput of the batch."""
         # Nothing is computed of the gradient of a frozen weight; a critic counts as the policy.
-        frozen = not all(p.requires_grad for p in self._policy.lm.parameters())
-        costs = {"": 2 if frozen else 3, "critic_": 3}
+        costs = {"": 2 if self._policy.frozen else 3, "critic_": 3}
         return throughput(
             self._batch,
-            ModelShape.of(self._policy.lm.config),
+            self._policy.shape,
             self._clock.seconds,
+            self._ranks,
             passes=sum(costs[name] for name in self._learners()),
             all_logits="loss" in self._own,
         )
@@ -497,23 +497,6 @@ class BatchLoop:
             "nothing was trained. Check that the engine has the trainer's weights and precision, "
             "or raise the limit"
         )
-
-
-def _over_ranks(metrics: Metrics) -> Scalars:
-    """Metrics of the whole step as numbers, the same on every rank."""
-    out: Scalars = {}
-    for values, op in ((metrics.means, dist.ReduceOp.SUM), (metrics.maxima, dist.ReduceOp.MAX)):
-        if not (names := sorted(values)):
-            continue
-        stacked = torch.stack([values[name].detach().double() for name in names])
-        dist.all_reduce(stacked, op=op)
-        out |= dict(zip(names, stacked.tolist(), strict=True))
-    if "entropy_loss" in out:
-        out["entropy"] = out.pop("entropy_loss")
-    if "effect" in out:
-        share = effective_share(out.pop("effect"), out.pop("effect_square"))
-        out["effective_sample_size"] = share
-    return out
 
 
 def _over_steps(reports: Sequence[Scalars]) -> Scalars:

@@ -1,0 +1,43 @@
+"""Makes the trainer that `train.backend` asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rlcore.config.tree import AlgorithmConfig, Scalar, TrainConfig
+from rlcore.errors import ConfigError
+from rlcore.train.trainer import Trainer
+
+
+def make_trainer(
+    train: TrainConfig,
+    algorithm: AlgorithmConfig,
+    *,
+    megatron: Mapping[str, Scalar],
+    **more: Any,
+) -> Trainer:
+    """One rank of a trainer, with no model yet.
+
+    Args:
+        train, algorithm: settings.
+        megatron: settings by megatron-core's names.
+        more: what every trainer takes beside.
+
+    Raises:
+        ConfigError: the backend is not installed, or has no such setting.
+    """
+    if train.backend == "fsdp":
+        from rlcore.train.fsdp.trainer import FsdpTrainer
+
+        return FsdpTrainer(train, algorithm, **more)
+    try:
+        from rlcore.train.megatron.trainer import MegatronTrainer
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "megatron":
+            raise
+        raise ConfigError(
+            "train.backend = 'megatron' needs megatron-core, which is not installed: "
+            "pip install 'sluice[megatron]'"
+        ) from error
+    return MegatronTrainer(train, algorithm, megatron=megatron, **more)

@@ -1,0 +1,350 @@
+"""One rank of the Megatron trainer: the `Trainer` protocol over a model as megatron-core lays it out.
+
+Losses, credit, packing, metrics and checks are those of every backend (`rlcore.train.loop`); here
+is how the model lies on ranks.
+
+Invariants: torch.distributed is initialised before a trainer is made; all methods are entered by
+all ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlcore.algorithms.aggregate import Totals
+from rlcore.algorithms.flops import ModelShape
+from rlcore.algorithms.packing import TrainSequence, pack
+from rlcore.config.tree import AlgorithmConfig, Scalar, TrainConfig
+from rlcore.conversion.sources import HfFolder, Weights
+from rlcore.errors import ConfigError, PluginError, TrainError
+from rlcore.models.hf_config import read_hf_config
+from rlcore.train.backend import Models
+from rlcore.train.credit import MicroBatch
+from rlcore.train.custom import Functions
+from rlcore.train.fsdp.model import current_device
+from rlcore.train.fsdp.shards import ShardWriter
+from rlcore.train.loop import BatchLoop, LoopSettings
+from rlcore.train.megatron import parallel, state
+from rlcore.train.megatron.cpu import without_cuda
+from rlcore.train.megatron.held import Held, held_by
+from rlcore.train.megatron.model import build_model
+from rlcore.train.megatron.network import PolicyNetwork
+from rlcore.train.megatron.optimizer import DistributedAdamW
+from rlcore.train.megatron.settings import Settings
+from rlcore.train.megatron.weights import load_weights, united
+from rlcore.train.rates import learning_rate
+from rlcore.train.trainer import (
+    DType,
+    Lora,
+    StateDigest,
+    TrainBatch,
+    TrainReport,
+    check_can_train,
+)
+from rlcore.weights.export import write_hf_folder
+from rlcore.weights.megatron import Rule, rules
+
+TORCH_DTYPES: dict[DType, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class MegatronTrainer:
+    """See the protocol for what each method does."""
+
+    images = None
+    """No model here takes any."""
+
+    def __init__(
+        self,
+        train: TrainConfig,
+        algorithm: AlgorithmConfig,
+        *,
+        temperature: float,
+        seed: int,
+        device: str,
+        trust_remote_code: bool = False,
+        lora: Lora | None = None,
+        megatron: Mapping[str, Scalar] | None = None,
+    ) -> None:
+        """`temperature` is the rollout's; `device` is `cpu` or `cuda` (this process's current
+        one); `megatron` are settings by megatron-core's names.
+
+        Raises:
+            ConfigError: a setting that this backend does not have, or a layout that does not fit.
+        """
+        self.loaded: str | None = None
+        self.dirty = False
+        self._train = train
+        self._algorithm = algorithm
+        self._temperature = temperature
+        self._seed = seed
+        self._device = current_device(device)
+        self._settings = Settings.of(megatron or {}, train)
+        _check(algorithm, train, lora)
+        parallel.set_up(self._settings.layout, seed)
+        self.ranks = parallel.data_ranks()
+        self._folder: Path | None = None
+        self._policy: PolicyNetwork | None = None
+        self._reference: PolicyNetwork | None = None
+        self._teacher: PolicyNetwork | None = None
+        self._optimizer: DistributedAdamW | None = None
+        self._held_tensors: list[Held] = []
+        self._homes: dict[int | None, int] = {}
+        self._writer = ShardWriter()
+
+    # --- state ------------------------------------------------------------------------------------
+
+    def load(self, model_folder: Path, state_id: str) -> None:
+        """Build policy, optimizer and, where a divergence is asked for, the frozen reference,
+        from a Hugging Face folder.
+        """
+        self.loaded, self.dirty = None, True
+        self._policy = self._optimizer = None
+        self._policy = self._build(model_folder)
+        if self._algorithm.needs_reference and self._reference is None:
+            self._reference = self._build(model_folder)
+        if self._algorithm.opd_teacher_load and self._teacher is None:
+            self._teacher = self._build_teacher(Path(self._algorithm.opd_teacher_load))
+        self._held_tensors = list(held_by(self._policy.chunks, self._policy.arch))
+        weights = [weight for held in self._held_tensors if (weight := held.weight) is not None]
+        self._optimizer = DistributedAdamW(weights, self._train, divided=self._settings.divided)
+        for held in self._held_tensors:
+            # Masters are the folder's weights, not what the precision of the model left of them.
+            if held.parameter is not None:
+                self._optimizer.write("model", held.name, held.tensor)
+        self._homes = _homes(self._held_tensors)
+        self._writer = ShardWriter()
+        self._folder = model_folder
+        torch.manual_seed(self._seed)
+        self.loaded, self.dirty = state_id, False
+
+    def load_state(self, folder: Path, state_id: str) -> StateDigest:
+        """Read a saved state in place; `load` must have built the model before."""
+        self._held()
+        assert self._folder is not None
+        self.loaded, self.dirty = None, True
+        digest = state.load(folder, self._parts(), self._folder)
+        self.loaded, self.dirty = state_id, False
+        return digest
+
+    def save_state(self, folder: Path) -> None:
+        """Write this rank's share of the state that is held."""
+        self._held()
+        if self.dirty:
+            raise TrainError(
+                "the trainer stopped in the middle of a batch, so it holds no state to save"
+            )
+        state.save(folder, self._parts(), self._writer)
+
+    def digest(self) -> StateDigest:
+        """Digests of what is held."""
+        self._held()
+        return state.digest(self._parts())
+
+    def _build(self, folder: Path) -> PolicyNetwork:
+        if not (folder / "config.json").is_file():
+            raise ConfigError(
+                f"model.path: {folder} has no config.json; give a Hugging Face model folder"
+            )
+        arch = read_hf_config(folder)
+        layout = self._settings.layout
+        weights = Weights(arch, HfFolder(folder))
+        runs = range(layout.virtual_pipeline) if layout.virtual_pipeline else (None,)
+        with without_cuda():
+            chunks = [
+                build_model(arch, layout, self._train.precision, self._settings.more, run)
+                for run in runs
+            ]
+            for chunk in chunks:
+                load_weights(chunk.train(), arch, weights.read)
+        shape = ModelShape.of(SimpleNamespace(**json.loads((folder / "config.json").read_text())))
+        return PolicyNetwork(chunks, arch, layout, shape)
+
+    def _build_teacher(self, folder: Path) -> PolicyNetwork:
+        if not folder.is_dir():
+            raise ConfigError(
+                f"algorithm.opd_teacher_load = {str(folder)!r} is not a folder on the trainer's "
+                "machine; give a Hugging Face model folder that it sees"
+            )
+        teacher, (policy, _) = self._build(folder), (self._policy, None)
+        assert policy is not None
+        if teacher.arch.vocab_size != policy.arch.vocab_size:
+            raise ConfigError(
+                f"algorithm.opd_teacher_load: the teacher in {folder} has a vocabulary of "
+                f"{teacher.arch.vocab_size} tokens, the model one of {policy.arch.vocab_size}; "
+                "both must read the same token ids"
+            )
+        return teacher
+
+    def _held(self) -> tuple[PolicyNetwork, DistributedAdamW]:
+        if self._policy is None or self._optimizer is None:
+            raise TrainError("the trainer holds no model yet; call load first")
+        return self._policy, self._optimizer
+
+    def _parts(self) -> list[state.Part]:
+        _, optimizer = self._held()
+        return [state.Part(self._held_tensors, optimizer)]
+
+    # --- training ---------------------------------------------------------------------------------
+
+    def train(self, prev_state_id: str, new_state_id: str, batch: TrainBatch) -> TrainReport:
+        """All optimizer steps of one batch; see `BatchLoop.run`."""
+        check_can_train(self, prev_state_id)
+        _, optimizer = self._held()
+        loop = self._loop(batch)
+        self.dirty = True
+        try:
+            metrics = loop.run()
+        except (TrainError, PluginError):
+            self.dirty = loop.stepped
+            raise
+        self.loaded, self.dirty = new_state_id, False
+        counts = {"tokens": float(batch.tokens), "samples": float(batch.samples)}
+        metrics = batch.metrics | metrics | counts
+        return TrainReport(batch.iteration, new_state_id, optimizer.steps, metrics)
+
+    def _loop(self, batch: TrainBatch) -> BatchLoop:
+        policy, optimizer = self._held()
+        total = self._train.num_iterations * self._train.num_steps_per_rollout
+        settings = LoopSettings(
+            algorithm=self._algorithm,
+            temperature=self._temperature,
+            clip_grad=self._train.clip_grad,
+            lr=lambda step: learning_rate(step, total, self._train),
+            device=self._device,
+        )
+        models = Models(
+            policy,
+            optimizer,
+            self.ranks,
+            reference=self._reference,
+            teacher=self._teacher,
+        )
+        return BatchLoop(models, settings, batch, Functions(self._algorithm, self._temperature))
+
+    @torch.no_grad()
+    def log_probs(self, sequences: list[list[int]]) -> list[list[float]]:
+        """Log-probs of tokens[1:] at temperature 1, in the precision that training computes in."""
+        policy, _ = self._held()
+        parts = list(self._cut(sequences))
+        micros = []
+        for part in parts:
+            untrained = [TrainSequence(ids, len(ids) - 1, trainable=False) for ids in part]
+            packed = pack(untrained, Totals(0, 0), "token_mean").inputs().to(self._device)
+            rows = torch.arange(len(packed.input_ids), device=self._device)
+            micros.append(MicroBatch(packed, rows, packed.lengths, packed.advantages))
+        out: list[list[float]] = []
+        for part, micro, found in zip(parts, micros, policy.score(micros, 1.0), strict=True):
+            values = found.cpu().split(micro.lengths)
+            # A lone token was passed through all the same, and predicts nothing.
+            out.extend(v[: len(ids) - 1].tolist() for ids, v in zip(part, values, strict=True))
+        return out
+
+    def _cut(self, sequences: list[list[int]]) -> Iterator[list[list[int]]]:
+        """Runs of sequences with at most `max_tokens_per_gpu` tokens, or a single longer one."""
+        part: list[list[int]] = []
+        for ids in sequences:
+            if part and sum(map(len, part)) + len(ids) > self._train.max_tokens_per_gpu:
+                yield part
+                part = []
+            part.append(ids)
+        if part:
+            yield part
+
+    # --- weights ----------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def named_tensors(self, dtype: DType, device: str = "cpu") -> Iterator[tuple[str, Tensor]]:
+        """Every weight once, whole, on a device, by its name in published folders; a tied one under
+        the embedding's.
+        """
+        policy, _ = self._held()
+        own = {id(held.rule): held for held in self._held_tensors}
+        by_name = {held.rule.megatron: held for held in own.values() if not held.repeated}
+        for rule in rules(policy.arch):
+            held = by_name.get(rule.megatron)
+            for name, whole in self._everywhere(rule, held, TORCH_DTYPES[dtype]):
+                yield name, whole.to(device)
+
+    def _everywhere(
+        self, rule: Rule, held: Held | None, dtype: torch.dtype
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Hugging Face's tensors of a rule, on every rank: from those that hold them."""
+        policy, optimizer = self._held()
+        stages, experts = parallel.stages(), parallel.expert_ranks()
+        if held is None:
+            found = [
+                (spec.name, torch.empty(spec.shape, dtype=dtype, device=self._device))
+                for spec in rule.hf
+            ]
+        elif dtype == torch.float32 and optimizer.holds(held.name):
+            found = list(united(rule, optimizer.read("model", held.name)))
+        else:
+            found = [(n, t.to(dtype)) for n, t in united(rule, held.tensor)]
+        for name, whole in found:
+            tensor = whole.contiguous()
+            if rule.expert is not None:
+                each = policy.arch.num_experts // experts.size
+                parallel.spread(tensor, experts, rule.expert // each)
+            parallel.spread(tensor, stages, self._home(rule))
+            yield name, tensor
+
+    def _home(self, rule: Rule) -> int:
+        """The stage that has a tensor."""
+        if rule.layer is not None:
+            return self._homes[rule.layer]
+        first = rule.megatron == "embedding.word_embeddings.weight"
+        return 0 if first else parallel.stages().size - 1
+
+    def export_hf(self, folder: Path, dtype: DType) -> None:
+        """Write config, tokenizer and weights; see `write_hf_folder`."""
+        self._held()
+        if self._folder is None or self.dirty:
+            raise TrainError(
+                "the trainer stopped in the middle of a batch, so its weights are no model to "
+                "export"
+            )
+        tensors = self.named_tensors(dtype)
+        if dist.get_rank() == 0:
+            write_hf_folder(folder, self._folder, tensors, dtype)
+        else:
+            for _ in tensors:
+                pass
+
+    def memory(self) -> dict[str, float]:
+        """Peak resident memory of the process, and on a GPU what torch holds and held at most."""
+        held = {"host_peak_bytes": float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)}
+        if self._device.type == "cuda":
+            held["device_bytes"] = float(torch.cuda.memory_allocated(self._device))
+            held["device_peak_bytes"] = float(torch.cuda.max_memory_allocated(self._device))
+        return held
+
+
+def _homes(held: list[Held]) -> dict[int | None, int]:
+    """The stage of each layer."""
+    stages = parallel.stages()
+    own = sorted({one.rule.layer for one in held if one.rule.layer is not None})
+    return {layer: stage for stage, layers in enumerate(stages.gather(own)) for layer in layers}
+
+
+def _check(algorithm: AlgorithmConfig, train: TrainConfig, lora: Lora | None) -> None:
+    """Raises for what this backend does not do."""
+    refused: dict[str, Any] = {
+        "model.lora_rank": lora is not None,
+        "algorithm.advantage_estimator = 'ppo'": algorithm.has_critic,
+        "algorithm.ref_update_interval": algorithm.ref_update_interval is not None,
+        "train.optimizer_cpu_offload": train.optimizer_cpu_offload,
+    }
+    for name, asked in refused.items():
+        if asked:
+            raise ConfigError(
+                f"{name} is not there with train.backend = 'megatron'; use 'fsdp', or leave it out"
+            )

@@ -1,0 +1,65 @@
+"""One rank in a process of its own: `python megatron_rank.py RANK WORLD FOLDER JOB`.
+
+JOB is a pickled list of cases: each is a dict with a `name`, a `model` folder, `layout` (the table
+`megatron`), the `batches` of each share, and what else to do. What came of a case, or went wrong
+with it, is pickled to `FOLDER/NAME.RANK`; after a failure nothing more is tried, since the other
+ranks may wait.
+"""
+
+import pickle
+import sys
+import traceback
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rlcore.config.tree import AlgorithmConfig, TrainConfig
+from rlcore.train.megatron.trainer import MegatronTrainer
+
+
+def run(case: dict[str, Any]) -> dict[str, Any]:
+    """Trains a batch, and says what the trainer then holds."""
+    trainer = MegatronTrainer(
+        TrainConfig(**{"lr": 1e-2, "num_iterations": 4} | case.get("train", {})),
+        AlgorithmConfig(**case.get("algorithm", {})),
+        temperature=1.0,
+        seed=0,
+        device="cpu",
+        megatron=case["layout"],
+    )
+    trainer.load(case["model"], "start")
+    out: dict[str, Any] = {"digest": trainer.digest()}
+    if case.get("restore"):
+        out["restored"] = trainer.load_state(case["restore"], "start")
+    shares = case["shares"][trainer.ranks.size]
+    out["metrics"] = trainer.train("start", "next", shares[trainer.ranks.rank]).metrics
+    if case.get("save"):
+        trainer.save_state(case["save"])
+        out["saved"] = trainer.digest()
+    if case.get("export"):
+        trainer.export_hf(case["export"], "float32")
+    out["log_probs"] = trainer.log_probs([[1, 2, 3], [5, 4, 3, 2]])
+    return out
+
+
+def main(rank: int, world: int, folder: Path, job: Path) -> None:
+    """All cases, one after another."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / "store"), world)
+    limit = timedelta(seconds=120)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
+    for case in pickle.loads(job.read_bytes()):
+        target = folder / f"{case['name']}.{rank}"
+        try:
+            out = run(case)
+        except Exception:
+            target.write_bytes(pickle.dumps(traceback.format_exc()))
+            raise
+        target.write_bytes(pickle.dumps(out))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4]))
