@@ -271,7 +271,7 @@ class PolicyNetwork(Network):
         each = self.layout.padded(self.arch.vocab_size) // self.layout.tensor_parallel
         targets = micro.pick("targets")[at]
         group = parallel_state.get_tensor_model_parallel_group()
-        chunk = max(1, CHUNK_ELEMENTS // each)
+        chunk = max(1, CHUNK_ELEMENTS[hidden.device.type] // each)
         found = parallel_log_probs(chosen, weight, targets, temperature, start, group, chunk)
         log_probs, entropy = (self.of_all_rows(values, at, micro) for values in found)
         return log_probs, entropy

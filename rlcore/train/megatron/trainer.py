@@ -1,4 +1,4 @@
-"""One rank of the Megatron trainer: the `Trainer` protocol over a model as megatron-core lays it out.
+"""One rank of the Megatron trainer: the `Trainer` protocol over a model that megatron-core lays out.
 
 Losses, credit, packing, metrics and checks are those of every backend (`rlcore.train.loop`); here
 is how the model lies on ranks.
