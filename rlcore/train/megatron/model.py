@@ -18,6 +18,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe import moe_utils
@@ -45,12 +46,19 @@ if not HAS_ENGINE:
     # 0.16 takes these for its own where Transformer Engine is missing.
     multi_latent_attention.HAVE_TE = False
     vars(moe_utils).setdefault("te_general_gemm", None)
+
+
+def _counts_as_numbers(self: Any, point: str, tokens_per_expert: Any = None) -> Any:
+    """Counts of tokens that are on the CPU already: no stream has to bring them there."""
+    for name in ("input_splits", "output_splits", "output_splits_tp"):
+        if isinstance(counts := getattr(self, name), Tensor):
+            setattr(self, name, counts.numpy())
+    return tokens_per_expert
+
+
 if not torch.cuda.is_available():
-    # Counts of tokens are on the CPU already: no stream has to bring them there.
     MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = object()
-    MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = (  # type: ignore[method-assign]
-        lambda self, point, tokens_per_expert=None: tokens_per_expert
-    )
+    MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = _counts_as_numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +127,9 @@ def build_model(
         rope_scaling_factor=scaling.factor if scaling else 1.0,
         vp_stage=chunk,
     )
+    if arch.is_latent and layout.tensor_parallel > 1:
+        for layer in model.decoder.layers:
+            _whole_down_projections(layer.self_attention, config)
     return model.to(getattr(torch, dtype))
 
 
@@ -149,6 +160,7 @@ def transformer_config(
         "virtual_pipeline_model_parallel_size": layout.virtual_pipeline,
         # Micro-batches are packed sequences, each of another length.
         "variable_seq_lengths": layout.pipeline_parallel > 1,
+        "moe_token_dispatcher_type": "alltoall",
         "expert_model_parallel_size": layout.expert_parallel,
         "expert_tensor_parallel_size": layout.expert_tensor_parallel,
         "sequence_parallel": layout.sequence_parallel,
@@ -234,7 +246,6 @@ def _experts(arch: Architecture) -> dict[str, Any]:
         "moe_router_topk_scaling_factor": arch.routed_scaling_factor,
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
-        "moe_token_dispatcher_type": "alltoall",
     }
 
 
@@ -281,6 +292,47 @@ class RmsNorm(torch.nn.RMSNorm):
         super().__init__(hidden_size, eps=eps)
         # megatron-core's mark of weights whose gradient ranks must add up.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+def _whole_down_projections(attention: Any, config: TransformerConfig) -> None:
+    """Latent attention's first projections, whole on every tensor-parallel rank.
+
+    megatron-core's local ones are divided, and lose a part of the gradient there: that of the
+    rotary keys, which all heads share, is not added up over the ranks that have the heads.
+    """
+    kept = config.kv_lora_rank
+    attention.linear_kv_down_proj = WholeLinear(
+        config, kept + config.qk_pos_emb_head_dim, shared=config.qk_pos_emb_head_dim
+    )
+    if config.q_lora_rank is not None:
+        attention.linear_q_down_proj = WholeLinear(config, config.q_lora_rank)
+
+
+class WholeLinear(torch.nn.Module):
+    """A projection that every tensor-parallel rank has, on the tokens that it has.
+
+    Args:
+        config: of the model.
+        size: outputs.
+        shared: how many of them, at the end, each rank uses for its own heads.
+    """
+
+    def __init__(self, config: TransformerConfig, size: int, shared: int = 0) -> None:
+        super().__init__()
+        weight = torch.empty(size, config.hidden_size, dtype=config.params_dtype)
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        self.weight = torch.nn.Parameter(weight.to(device))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        # With sequence parallelism, gathering tokens adds up their gradients.
+        self.shared = 0 if config.sequence_parallel else shared
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, None]:
+        """[..., size], and no bias."""
+        out = torch.nn.functional.linear(hidden, self.weight)
+        if self.shared:
+            own, shared = out.split([out.shape[-1] - self.shared, self.shared], -1)
+            out = torch.cat([own, copy_to_tensor_model_parallel_region(shared)], -1)
+        return out, None
 
 
 class SandwichLayer(TransformerLayer):

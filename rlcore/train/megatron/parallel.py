@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.tensor_parallel.random import initialize_rng_tracker
 from torch import Tensor
 
 from rlcore.errors import ConfigError
@@ -22,7 +21,7 @@ _now: list[Layout] = []
 """The layout that megatron-core was last set up for, here."""
 
 
-def set_up(layout: Layout, seed: int) -> None:
+def set_up(layout: Layout) -> None:
     """Make the groups of a layout; all ranks call it.
 
     Raises:
@@ -58,8 +57,8 @@ def set_up(layout: Layout, seed: int) -> None:
         create_gloo_process_groups=False,
     )
     _now[:] = [layout]
-    if torch.cuda.is_available():
-        model_parallel_cuda_manual_seed(seed)
+    # Nothing is random, and the tracker that says so needs no CUDA.
+    initialize_rng_tracker(inference_rng_tracker=True)
 
 
 def data_ranks() -> Ranks:

@@ -1,4 +1,4 @@
-"""One rank of the Megatron trainer: the `Trainer` protocol over a model that megatron-core lays out.
+"""One rank of the Megatron trainer: the `Trainer` protocol over a model laid out on ranks.
 
 Losses, credit, packing, metrics and checks are those of every backend (`rlcore.train.loop`); here
 is how the model lies on ranks.
@@ -89,7 +89,7 @@ class MegatronTrainer:
         self._device = current_device(device)
         self._settings = Settings.of(megatron or {}, train)
         _check(algorithm, train, lora)
-        parallel.set_up(self._settings.layout, seed)
+        parallel.set_up(self._settings.layout)
         self.ranks = parallel.data_ranks()
         self._folder: Path | None = None
         self._policy: PolicyNetwork | None = None
