@@ -67,6 +67,8 @@ def gated(size: Size, model: Path, data: Path, iterations: int) -> dict[str, Any
     tree["weights"] = {"transport": "tensor"}
     if size.cuda:
         tree["cluster"]["colocate"] = True
+        # Enough for all samples at once; TRL has to find room beside both.
+        tree["sglang"]["mem_fraction_static"] = 0.2
     return tree
 
 
