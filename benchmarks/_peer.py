@@ -9,6 +9,7 @@ Run: python -m benchmarks._peer JSON, with the keys of `Task`
 
 import dataclasses
 import json
+import os
 import sys
 import tempfile
 import time
@@ -71,6 +72,7 @@ def settings(task: Task, folder: str) -> dict[str, Any]:
 
 def train(task: Task, folder: str) -> None:
     """Make steps until no more is asked for."""
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     import torch
     from datasets import Dataset
     from transformers import AutoTokenizer, TrainerCallback
@@ -93,6 +95,8 @@ def train(task: Task, folder: str) -> None:
                 torch.cuda.synchronize()
             peak = torch.cuda.max_memory_allocated() / 1e9 if task.cuda else 0.0
             seconds = time.perf_counter() - self.began
+            # The other side has its turn now, and may want the room.
+            torch.cuda.empty_cache()
             tell({"seconds": seconds, "peak_gb": round(peak, 1)})
 
     known = {field.name for field in dataclasses.fields(GRPOConfig)}

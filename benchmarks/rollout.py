@@ -243,7 +243,7 @@ def main() -> int:
     parser.add_argument("--result", type=Path, default=RESULTS / "rollout.json")
     args = parser.parse_args()
     sizes = TINY if args.tiny else FULL
-    sglang = None if args.tiny else SGLANG | parsed(args.server)
+    sglang = None if args.tiny else SGLANG | {"mem_fraction_static": 0.75} | parsed(args.server)
     result: dict[str, Any] = {
         "benchmark": "rollout",
         "what": "seconds and tokens/s of a rollout with log-probs: until its batch is committed, "

@@ -14,6 +14,7 @@ Run: python -m benchmarks.sync [--shapes qwen3-0.6B,qwen3-4B] [--repeats N] [--t
 
 import argparse
 import gc
+import os
 import sys
 import tempfile
 import time
@@ -46,6 +47,8 @@ def make_trainer(model: Path, cuda: bool) -> Any:
     from rlcore.train.fsdp.trainer import FsdpTrainer
 
     if not dist.is_initialized():
+        for library in ("GLOO", "NCCL"):
+            os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
         if cuda:
             torch.cuda.set_device(0)
         store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, timeout=timedelta(seconds=60))
