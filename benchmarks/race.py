@@ -66,7 +66,8 @@ def gated(size: Size, model: Path, data: Path, iterations: int) -> dict[str, Any
     tree["reward"] = {"custom_rm_path": reward, "batched": True, "timeout_s": 2 * TURN_S}
     tree["weights"] = {"transport": "tensor"}
     if size.cuda:
-        tree["cluster"]["colocate"] = True
+        # All have room on the GPU: nothing has to move.
+        tree["cluster"] |= {"colocate": True, "offload_train": False, "offload_rollout": False}
         # Enough for all samples at once; TRL has to find room beside both.
         tree["sglang"]["mem_fraction_static"] = 0.2
     return tree
