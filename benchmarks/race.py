@@ -34,6 +34,7 @@ from benchmarks._common import (
     SLUICE,
     beside,
     finish,
+    gpu_used_gb,
     keep,
     machine,
     say,
@@ -280,6 +281,7 @@ def hold(race: Race, size: Size, folder: Path, args: argparse.Namespace) -> None
                     except (RuntimeError, TimeoutError) as error:
                         race.failed("peer", error)
                     race.run(sluice, peer)
+            race.found["gpu_used_gb"] = gpu_used_gb()
             race.found["parts_by_turn_s"] = [sluice.parts(n) for n in range(1, len(race.ours))]
             say("ending Sluice")
     except Exception as error:
@@ -296,6 +298,7 @@ def summary(race: Race) -> dict[str, Any]:
         "sluice_s": by_turn(race.ours),
         "trl_s": by_turn([one["seconds"] for one in race.theirs]),
         "trl": race.found.get("peer"),
+        "gpu_used_gb": race.found.get("gpu_used_gb"),
         "trl_peak_gb": max((one["peak_gb"] for one in race.theirs), default=None),
         "errors": race.errors,
     }
@@ -340,7 +343,7 @@ def main() -> int:
     parser.add_argument("--set", action="append", default=[], help="a setting of the run")
     parser.add_argument("--no-peer", action="store_true", help="without TRL")
     parser.add_argument("--tiny", action="store_true", help="on a CPU, to see that it works")
-    parser.add_argument("--limit-s", type=float, default=540.0, help="no turn begins after this")
+    parser.add_argument("--limit-s", type=float, default=500.0, help="no turn begins after this")
     parser.add_argument("--result", type=Path, default=RESULTS / "race.json")
     args = parser.parse_args()
     size = TINY if args.tiny else FULL
