@@ -22,6 +22,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -188,9 +189,7 @@ def sluice_run(
     """Start the run; it goes on until its first gate."""
     gate, log = Gate(folder / "gate"), folder / "sluice.log"
     gate.folder.mkdir()
-    ids = _shapes.prompts(
-        size.prompts * 4, size.prompt_tokens, _shapes.shape(size.shape).vocab_size
-    )
+    ids = _shapes.prompts(size.shape, size.prompts * 4, size.prompt_tokens)
     data = _shapes.write_prompts(folder / "prompts.jsonl", ids, str(gate.folder))
     # One iteration more than turns: the last turn ends at the gate of the one after it.
     config = write_config(folder / "run.toml", gated(size, model, data, turns + 1))
@@ -203,9 +202,7 @@ def sluice_run(
 @contextmanager
 def peer_run(size: Size, model: Path, folder: Path, turns: int) -> Iterator[Peer]:
     """Start TRL."""
-    ids = _shapes.prompts(
-        size.prompts * 4, size.prompt_tokens, _shapes.shape(size.shape).vocab_size
-    )
+    ids = _shapes.prompts(size.shape, size.prompts * 4, size.prompt_tokens)
     task = {
         "model": str(model),
         "prompts": [_shapes.text(one) for one in ids],
@@ -286,6 +283,7 @@ def hold(race: Race, size: Size, folder: Path, args: argparse.Namespace) -> None
             say("ending Sluice")
     except Exception as error:
         race.failed("sluice", error)
+        traceback.print_exc()
         for log in ("sluice.log", "peer.log"):
             say(f"the end of {log}:\n{tail(folder / log, 60)}")
 
