@@ -40,8 +40,18 @@ def machine(*packages: str) -> dict[str, Any]:
 
 
 def gpus() -> list[str]:
-    """Names of the GPUs; asked of the driver, since torch would hold memory of each."""
-    ask = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    """Names of the GPUs."""
+    return _ask_driver("name")
+
+
+def gpu_used_gb() -> list[float]:
+    """Memory in use on each GPU, by whomever."""
+    return [round(float(mib) * 2**20 / 1e9, 1) for mib in _ask_driver("memory.used")]
+
+
+def _ask_driver(what: str) -> list[str]:
+    """One line a GPU; torch would hold memory of each that it is asked about."""
+    ask = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(ask, capture_output=True, text=True, timeout=30, check=False)
     except (OSError, subprocess.TimeoutExpired):

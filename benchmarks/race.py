@@ -22,6 +22,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,6 +35,7 @@ from benchmarks._common import (
     SLUICE,
     beside,
     finish,
+    gpu_used_gb,
     keep,
     machine,
     say,
@@ -188,9 +190,7 @@ def sluice_run(
     """Start the run; it goes on until its first gate."""
     gate, log = Gate(folder / "gate"), folder / "sluice.log"
     gate.folder.mkdir()
-    ids = _shapes.prompts(
-        size.prompts * 4, size.prompt_tokens, _shapes.shape(size.shape).vocab_size
-    )
+    ids = _shapes.prompts(size.shape, size.prompts * 4, size.prompt_tokens)
     data = _shapes.write_prompts(folder / "prompts.jsonl", ids, str(gate.folder))
     # One iteration more than turns: the last turn ends at the gate of the one after it.
     config = write_config(folder / "run.toml", gated(size, model, data, turns + 1))
@@ -203,9 +203,7 @@ def sluice_run(
 @contextmanager
 def peer_run(size: Size, model: Path, folder: Path, turns: int) -> Iterator[Peer]:
     """Start TRL."""
-    ids = _shapes.prompts(
-        size.prompts * 4, size.prompt_tokens, _shapes.shape(size.shape).vocab_size
-    )
+    ids = _shapes.prompts(size.shape, size.prompts * 4, size.prompt_tokens)
     task = {
         "model": str(model),
         "prompts": [_shapes.text(one) for one in ids],
@@ -281,10 +279,12 @@ def hold(race: Race, size: Size, folder: Path, args: argparse.Namespace) -> None
                     except (RuntimeError, TimeoutError) as error:
                         race.failed("peer", error)
                     race.run(sluice, peer)
+            race.found["gpu_used_gb"] = gpu_used_gb()
             race.found["parts_by_turn_s"] = [sluice.parts(n) for n in range(1, len(race.ours))]
             say("ending Sluice")
     except Exception as error:
         race.failed("sluice", error)
+        traceback.print_exc()
         for log in ("sluice.log", "peer.log"):
             say(f"the end of {log}:\n{tail(folder / log, 60)}")
 
@@ -297,6 +297,7 @@ def summary(race: Race) -> dict[str, Any]:
         "sluice_s": by_turn(race.ours),
         "trl_s": by_turn([one["seconds"] for one in race.theirs]),
         "trl": race.found.get("peer"),
+        "gpu_used_gb": race.found.get("gpu_used_gb"),
         "trl_peak_gb": max((one["peak_gb"] for one in race.theirs), default=None),
         "errors": race.errors,
     }
@@ -341,7 +342,7 @@ def main() -> int:
     parser.add_argument("--set", action="append", default=[], help="a setting of the run")
     parser.add_argument("--no-peer", action="store_true", help="without TRL")
     parser.add_argument("--tiny", action="store_true", help="on a CPU, to see that it works")
-    parser.add_argument("--limit-s", type=float, default=540.0, help="no turn begins after this")
+    parser.add_argument("--limit-s", type=float, default=500.0, help="no turn begins after this")
     parser.add_argument("--result", type=Path, default=RESULTS / "race.json")
     args = parser.parse_args()
     size = TINY if args.tiny else FULL

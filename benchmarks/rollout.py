@@ -40,6 +40,7 @@ from rlcore.store.run_store import RunStore
 
 GOAL = 0.95
 RUN = "rollout"
+CALL_S = 300.0
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,7 @@ class Ours:
                     "n_samples_per_prompt": size.samples,
                     "max_response_len": size.new_tokens,
                     "concurrency": size.requests,
+                    "request_timeout_s": CALL_S,
                 },
                 "train": {"global_batch_size": size.requests},
                 "storage": {"root": str(folder / "root")},
@@ -154,7 +156,7 @@ class Bare:
     def __init__(self, size: Size, ours: Ours, url: str) -> None:
         self._size, self._url = size, f"{url}/generate"
         self._http = httpx.AsyncClient(
-            timeout=600.0, trust_env=False, limits=httpx.Limits(max_connections=None)
+            timeout=CALL_S, trust_env=False, limits=httpx.Limits(max_connections=None)
         )
         prompts = _shapes.prompts(size.shape, size.prompts, size.prompt_tokens)
         ids = [prompt for prompt in prompts for _ in range(size.samples)]
