@@ -93,7 +93,8 @@ def work_of(config: RunConfig, layout: MegatronLayout = WHOLE) -> Work:
     longest = rollout.max_response_len + (config.data.max_prompt_len or 0)
     longest = rollout.context_length or longest
     shares = config.cluster.colocate and rollout.engine == "sglang"
-    share = float(config.sglang.get("mem_fraction_static", ENGINE_SHARE)) if shares else 0.0
+    told = config.sglang.get("mem_fraction_static")
+    share = told if isinstance(told, int | float) else ENGINE_SHARE
     return Work(
         ranks=config.world_size,
         ranks_per_node=config.cluster.actor_num_gpus_per_node,
@@ -112,7 +113,7 @@ def work_of(config: RunConfig, layout: MegatronLayout = WHOLE) -> Work:
         lora_rank=config.model.lora_rank,
         lora_targets=tuple(config.model.lora_target_modules),
         offloads=train.optimizer_cpu_offload,
-        engine_share=share,
+        engine_share=share if shares else 0.0,
     )
 
 

@@ -9,6 +9,7 @@ It runs against the embedded engine, or against a real server: set SLUICE_CONTRA
 and SLUICE_CONTRACT_MODEL (its model folder, as the server sees it; weights are updated from there).
 """
 
+import importlib
 import json
 import os
 import re
@@ -325,3 +326,23 @@ def test_weight_version_follows_updates(replay: Replay) -> None:
     _, generated = replay.answers["generate_after_update", 0]
     assert (before["weight_version"], after["weight_version"]) == ("default", "7")
     assert generated["meta_info"]["weight_version"] == "8"
+
+
+def test_a_recording_anew_says_the_same(replay: Replay, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the embedded engine, but for what it answers otherwise on purpose."""
+    monkeypatch.syspath_prepend(str(RECORDING.parent))
+    recorder = importlib.import_module("record_contract")
+    made = recorder.record(replay)
+    assert [one["name"] for one in made] == [one["name"] for one in RECORDS]
+    assert replay.server.model not in json.dumps(made)
+    for new, old in zip(made, RECORDS, strict=True):
+        if replay.server.embedded and new["name"] in DIFFERENT:
+            continue
+        assert (new["request"], new["status"]) == (old["request"], old["status"])
+        text = old["response"]
+        was = parsed(text) if isinstance(text, str) and new["name"] != "server_info" else text
+        assert type(new["response"]) is type(was), new["name"]
+        if isinstance(new["response"], dict) and new["status"] == 200:
+            assert set(new["response"]) == set(was), new["name"]
+    if not replay.server.embedded:
+        assert recorder.changes(replay) == []
