@@ -74,7 +74,7 @@ def work_of(config: RunConfig) -> Work:
     rollout, train, algorithm = config.rollout, config.train, config.algorithm
     longest = rollout.max_response_len + (config.data.max_prompt_len or 0)
     longest = rollout.context_length or longest
-    shares = config.cluster.colocate and rollout.engine == "sglang"
+    shares = config.cluster.colocate and rollout.engine == "sglang" and not config.offloads_rollout
     share = float(config.sglang.get("mem_fraction_static", ENGINE_SHARE)) if shares else 0.0
     return Work(
         ranks=config.world_size,
