@@ -92,7 +92,7 @@ def work_of(config: RunConfig, layout: MegatronLayout = WHOLE) -> Work:
     rollout, train, algorithm = config.rollout, config.train, config.algorithm
     longest = rollout.max_response_len + (config.data.max_prompt_len or 0)
     longest = rollout.context_length or longest
-    shares = config.cluster.colocate and rollout.engine == "sglang"
+    shares = config.cluster.colocate and rollout.engine == "sglang" and not config.offloads_rollout
     told = config.sglang.get("mem_fraction_static")
     share = told if isinstance(told, int | float) else ENGINE_SHARE
     return Work(

@@ -10,10 +10,7 @@ from rlcore.slime.rules import Argument, Held, Joined, Refused, Setting, flag
 MOVES_WITH_MEGATRON = (
     "it comes with the Megatron backend, which does not exist yet; FSDP2 trains now"
 )
-NO_OFFLOAD = (
-    "trainer and engines keep their memory while they share GPUs; cluster.colocate = true shares "
-    "them, and sglang.mem_fraction_static leaves room"
-)
+APART = "nothing moves without `--colocate`"
 NO_ROUTING = "no mixture-of-experts routing is recorded; leave it out, or train a dense model"
 NO_SERVER = "the Megatron teacher server is a program of slime's own; there is none here"
 
@@ -28,9 +25,9 @@ CLUSTER = (
     Argument("rollout-num-gpus-per-engine", "int", Setting("cluster.rollout_num_gpus_per_engine")),
     Argument("num-gpus-per-node", "int", Held("Ray knows how many GPUs a node has")),
     flag("colocate", Joined("cluster.colocate")),
-    flag("offload", Refused(NO_OFFLOAD)),
-    Argument("offload-train", "switch", Refused(NO_OFFLOAD)),
-    Argument("offload-rollout", "switch", Refused(NO_OFFLOAD)),
+    flag("offload", Joined("cluster.offload_train cluster.offload_rollout", APART)),
+    Argument("offload-train", "switch", Joined("cluster.offload_train", APART)),
+    Argument("offload-rollout", "switch", Joined("cluster.offload_rollout", APART)),
     Argument(
         "distributed-backend",
         "str",

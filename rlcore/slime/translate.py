@@ -329,6 +329,10 @@ def _cluster(given: dict[str, Any], done: Translation) -> None:
     engines = given.get("rollout-num-gpus")
     if given.get("colocate"):
         _set(done, "cluster.colocate", True)
+        for name in ("offload-train", "offload-rollout"):
+            chosen = given.get(name, given.get("offload"))
+            if chosen is not None:
+                _set(done, f"cluster.{name.replace('-', '_')}", chosen)
         engines = engines or trainers
     if engines is None and _generates(done):
         raise ConfigError("--rollout-num-gpus is missing: without --colocate it has no default")

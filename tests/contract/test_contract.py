@@ -297,7 +297,7 @@ def test_greedy_log_probs_are_of_the_plain_logits(replay: Replay) -> None:
 
 
 def test_memory_comes_back_in_parts(replay: Replay) -> None:
-    """Weights are there to be updated before the cache is; what was generated comes again."""
+    """Weights are there to be updated before the cache is; then all is generated as before."""
     replay.fill()
     body = {
         "input_ids": [5, 6, 7, 8],

@@ -58,9 +58,17 @@ SEVERAL: dict[str, Callable[[Tree], Any]] = {
     "save": lambda tree: f"{tree['storage']['root']}",
     "load": lambda tree: f"{tree['storage']['root']}",
     "rollout_global_dataset": lambda tree: True,
+    "offload_train": lambda tree: _gives_back(tree, "offload_train"),
+    "offload_rollout": lambda tree: _gives_back(tree, "offload_rollout"),
     "sglang_server_concurrency": lambda tree: tree["rollout"]["concurrency"],
 }
 """Attributes that no single row of the table gives."""
+
+
+def _gives_back(tree: Tree, name: str) -> bool:
+    """Whether one side gives its memory back on GPUs that are shared."""
+    chosen = tree["cluster"].get(name)
+    return bool(tree["cluster"]["colocate"] if chosen is None else chosen)
 
 
 def slime_args_of(config: Any) -> dict[str, Any] | None:

@@ -44,3 +44,18 @@ def test_the_size_of_a_bucket_changes_nothing_that_is_computed() -> None:
     small = config(weights={"update_weight_buffer_size": 1})
     assert config_digest(small) == config_digest(config())
     assert config_digest(small, "weights") == config_digest(config(), "weights")
+
+
+def test_memory_moves_where_gpus_are_shared() -> None:
+    def moves(**settings: Any) -> tuple[bool, bool]:
+        found = config(cluster=settings)
+        return found.offloads_train, found.offloads_rollout
+
+    assert moves() == moves(offload_train=False) == (False, False)
+    assert moves(colocate=True) == (True, True)
+    assert moves(colocate=True, offload_train=False) == (False, True)
+    assert moves(colocate=True, offload_rollout=False) == (True, False)
+    alone = config(run={"mode": "debug-rollout-only"}, cluster={"colocate": True})
+    assert not (alone.offloads_train or alone.offloads_rollout)
+    with pytest.raises(ConfigError, match=r"offload_rollout = true .* set cluster.colocate = true"):
+        moves(offload_rollout=True)

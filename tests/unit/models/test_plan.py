@@ -177,13 +177,15 @@ def run_of(**model: str) -> Any:
 def test_a_run_is_planned_from_its_file(capsys: pytest.CaptureFixture[str]) -> None:
     small = run_of(path="/not/here", preset="qwen3-4B")
     work = work_of(small)
-    assert (work.ranks, work.sequence, work.engine_share) == (8, 8192, 0.5)
+    assert (work.ranks, work.sequence, work.engine_share) == (8, 8192, 0.0)
+    stay = with_values(small, {"cluster.offload_rollout": False})
+    assert work_of(stay).engine_share == 0.5
     assert (work.tokens_per_micro_batch, work.bytes_of_numbers) == (8192, 2)
     assert plan(small, "h200", as_json=False) == 0
     assert "4.02 billion parameters, 8 x h200" in capsys.readouterr().out
     large = run_of(path="/not/here", preset="qwen3-235B-A22B")
     assert plan(large, "h200", as_json=False) == 1
-    assert "does not fit: 128 ranks" in " ".join(capsys.readouterr().out.split())
+    assert "does not fit: 64 ranks" in " ".join(capsys.readouterr().out.split())
 
 
 def test_what_a_run_saves_is_planned(capsys: pytest.CaptureFixture[str]) -> None:

@@ -107,7 +107,7 @@ def test_args_have_slime_s_names_and_what_is_so_here(compat: None) -> None:
     assert (args.hf_checkpoint, args.rm_type) == ("/models/tiny", "math")
     assert (args.group_rm, args.disable_rewards_normalization) == (False, False)
     assert args.distributed_timeout_minutes == 60.0
-    assert (args.offload, args.use_fault_tolerance) == (False, True)
+    assert (args.offload_train, args.use_fault_tolerance) == (False, True)
     assert args.max_turns == 2
     with pytest.raises(AttributeError, match="read-only"):
         args.max_turns = 3

@@ -204,14 +204,26 @@ def test_what_slime_defaults_to_is_said_where_ours_is_another() -> None:
         ("--lr-decay-style wsd", "train.lr_schedule has constant, linear, cosine"),
         ("--load /elsewhere", "a checkpoint of slime is not read"),
         ("--eval-prompt-data a b c", "pairs of a name and a path"),
-        ("--no-offload-train", "--no-offload-train: trainer and engines keep their memory"),
         ("--router-policy x", "there is no router"),
-        ("--offload", "keep their memory"),
         ("--apply-chat-template-kwargs [1]", "[1] is no JSON object"),
     ],
 )
 def test_what_has_no_place_is_refused_with_the_nearest_thing(more: str, said: str) -> None:
     assert said in refusals(f"{SHORTEST} {more}")
+
+
+@pytest.mark.parametrize(
+    ("line", "moves"),
+    [
+        ("--colocate", (True, True)),
+        ("--colocate --no-offload-train", (False, True)),
+        ("--colocate --offload --no-offload-rollout", (True, False)),
+        ("--rollout-num-gpus 8 --offload", (False, False)),
+    ],
+)
+def test_who_gives_memory_back(line: str, moves: tuple[bool, bool]) -> None:
+    config = config_of(f"{SHORTEST} {line}")
+    assert (config.offloads_train, config.offloads_rollout) == moves
 
 
 def test_all_refusals_are_told_at_once() -> None:
