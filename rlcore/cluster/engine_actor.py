@@ -32,6 +32,8 @@ class EngineSpec:
     start_timeout_s: float = 600.0
     check_interval_s: float = 1.0
     check_timeout_s: float = 15.0
+    routed_experts: bool = False
+    """Whether it tells the experts that tokens were sent to."""
     sglang: dict[str, Scalar] = field(default_factory=dict)
 
 
@@ -78,6 +80,8 @@ class EngineActor:
                 "weight_version": weight_version,
                 "random_seed": spec.random_seed + self._rank,
             }
+            if spec.routed_experts:
+                own["enable_return_routed_experts"] = True
             if spec.max_running_requests is not None:
                 own["max_running_requests"] = spec.max_running_requests
             argv = sglang_argv(
@@ -99,6 +103,7 @@ class EngineActor:
                 max_running_requests=spec.max_running_requests,
                 random_seed=spec.random_seed,
                 weight_version=weight_version,
+                routed_experts=spec.routed_experts,
             )
         self._process = EngineProcess(port, host)
         path = Path(spec.log_dir) / f"engine-{self._rank}.log"

@@ -69,6 +69,7 @@ def engine_spec(plan: FleetPlan) -> EngineSpec:
         max_running_requests=rollout.max_running_requests,
         tensor_parallel=plan.config.cluster.rollout_num_gpus_per_engine,
         random_seed=plan.config.run.seed,
+        routed_experts=rollout.use_rollout_routing_replay,
         start_timeout_s=rollout.start_timeout_s,
         check_interval_s=rollout.health_check_interval_s,
         check_timeout_s=rollout.health_check_timeout_s,

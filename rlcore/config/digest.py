@@ -42,6 +42,8 @@ NEWER: tuple[tuple[str, str, Any], ...] = (
     ("model", "lora_target_modules", []),
     ("train", "optimizer_cpu_offload", False),
     ("weights", "custom_update_weight_post_write_path", None),
+    ("train", "use_routing_replay", False),
+    ("rollout", "use_rollout_routing_replay", False),
 )
 """Settings at values that are left out, so that runs of older releases keep their digests."""
 NEWER_SECTIONS = frozenset({"compat"})

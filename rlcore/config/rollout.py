@@ -81,6 +81,8 @@ class RolloutConfig(Section):
     """Iterations between two weight syncs in those modes."""
     max_staleness: Annotated[int, Field(ge=0)] | None = None
     """Most iterations that the policy of any token may lie behind; default: as the mode needs."""
+    use_rollout_routing_replay: bool = False
+    """Engines say which experts each token was sent to, and the trainer sends it to the same."""
     num_engines: PositiveInt | None = None
     """Engines to run; default: cluster.rollout_num_gpus / cluster.rollout_num_gpus_per_engine."""
     max_running_requests: PositiveInt | None = None

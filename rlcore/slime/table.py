@@ -14,7 +14,6 @@ NO_OFFLOAD = (
     "trainer and engines keep their memory while they share GPUs; cluster.colocate = true shares "
     "them, and sglang.mem_fraction_static leaves room"
 )
-NO_ROUTING = "no mixture-of-experts routing is recorded; leave it out, or train a dense model"
 NO_SERVER = "the Megatron teacher server is a program of slime's own; there is none here"
 
 CLUSTER = (
@@ -384,8 +383,8 @@ ALGORITHM = (
         Setting("algorithm.custom_pg_loss_reducer_function_path"),
     ),
     flag("calculate-per-token-loss", Joined("algorithm.loss_aggregation")),
-    flag("use-routing-replay", Refused(NO_ROUTING)),
-    flag("use-rollout-routing-replay", Refused(NO_ROUTING)),
+    flag("use-routing-replay", Setting("train.use_routing_replay")),
+    flag("use-rollout-routing-replay", Setting("rollout.use_rollout_routing_replay")),
     flag("use-opsm", Setting("algorithm.use_opsm")),
     Argument("opsm-delta", "float", Setting("algorithm.opsm_delta")),
     flag("use-opd", Setting("algorithm.use_opd")),

@@ -284,6 +284,7 @@ class BatchLoop:
         parts = []
         for micro in step:
             micro.old = self._score(self._policy, micro)[0]
+            micro.packed = self._policy.routed(micro.packed)
             if self._batch.rollout_log_probs:
                 parts.append(self._gap(micro, micro.old))
         return _over_ranks(merge_metrics(parts))

@@ -93,6 +93,11 @@ class FsdpTrainer:
         self.loaded, self.dirty = None, True
         self._policy = self._adapters = self._optimizer = self._critic = None
         self._policy = self._build(model_folder, trained=True)
+        self._policy.routing.watches = self._train.use_routing_replay
+        if self._train.use_routing_replay and not self._policy.routing.has_experts:
+            raise ConfigError(
+                "train.use_routing_replay = true, but the model has no experts; set it to false"
+            )
         own = self._reference is None or self._reference_moved
         if self._algorithm.needs_reference and self._adapters is None and own:
             self._build_reference(model_folder)
