@@ -44,6 +44,7 @@ NEWER: tuple[tuple[str, str, Any], ...] = (
     ("weights", "custom_update_weight_post_write_path", None),
     ("train", "use_routing_replay", False),
     ("rollout", "use_rollout_routing_replay", False),
+    ("rollout", "hf_checkpoint", None),
 )
 """Settings at values that are left out, so that runs of older releases keep their digests."""
 NEWER_SECTIONS = frozenset({"compat"})

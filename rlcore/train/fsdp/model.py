@@ -127,6 +127,13 @@ class Policy(nn.Module):
         """Parameters by the names that transformers gives them; one that is tied comes once."""
         yield from self.lm.named_parameters()
 
+    def fixed(self) -> Iterator[tuple[str, Tensor]]:
+        """What a checkpoint holds beside `weights` and nothing trains: biases of routers that only
+        the choice of experts sees.
+        """
+        known = {name for name, _ in self.lm.named_parameters(remove_duplicate=False)}
+        return ((n, tensor) for n, tensor in self.lm.state_dict().items() if n not in known)
+
     def trained(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Those of `weights` that are not frozen: what a state holds."""
         return ((name, p) for name, p in self.weights() if p.requires_grad)

@@ -110,7 +110,8 @@ class FsdpTrainer:
             self._critic = self._build_critic(model_folder)
         self._writer = ShardWriter()
         self._folder = model_folder
-        self._names = checkpoint_names([name for name, _ in self._policy.weights()], model_folder)
+        held = [name for name, _ in (*self._policy.weights(), *self._policy.fixed())]
+        self._names = checkpoint_names(held, model_folder)
         self.images = None
         if takes_images(model_folder):
             self.images = ImageProcessor(model_folder, trust_remote_code=self._trust_remote_code)
@@ -326,6 +327,9 @@ class FsdpTrainer:
         for name, whole in plain if self._adapters is None else self._adapters.merged():
             weight = whole.to(device=device, dtype=TORCH_DTYPES[dtype])
             yield from by_expert(self._names[name], weight)
+        for name, tensor in policy.fixed():
+            # As exact as it came: it decides between experts.
+            yield self._names[name], tensor.to(device)
 
     def export_hf(self, folder: Path, dtype: DType) -> None:
         """Write config, tokenizer and weights, and an adapter by itself; see `write_hf_folder`."""
