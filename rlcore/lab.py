@@ -145,7 +145,10 @@ def run_lab(
         trainer.load(folder, "start")
         if state is not None:
             trainer.load_state(state_folder(store, at, state, scratch), "policy")
-        rollout = read_rollout(store.objects, files.rollout, images=trainer.images is not None)
+        experts = config.rollout.use_rollout_routing_replay
+        rollout = read_rollout(
+            store.objects, files.rollout, images=trainer.images is not None, experts=experts
+        )
         metrics: dict[str, dict[str, float]] = {}
         gradients: dict[str, list[Tensor]] = {}
         for name, algorithm in chosen.items():
@@ -158,6 +161,7 @@ def run_lab(
                 world=1,
                 rollout=rollout,
                 images=trainer.images,
+                experts=experts,
             )
             if not batch.steps:
                 raise DataError(

@@ -41,6 +41,7 @@ from rlcore.slime.compat.attributes import slime_args_of
 from rlcore.sources import check_sources, sources_of
 from rlcore.store.lease import held_by, is_doubtful, is_held, read_lease
 from rlcore.stored_runs import check_source
+from rlcore.weights.fp8 import BlockFp8
 
 
 def preflight(config: RunConfig) -> None:
@@ -54,6 +55,8 @@ def preflight(config: RunConfig) -> None:
     check_engine(config)
     check_trackers(config)
     check_model(config.model)
+    if config.rollout.hf_checkpoint is not None:
+        BlockFp8.of_folder(Path(config.rollout.hf_checkpoint))
     check_images(config)
     if config.run.train_from:
         check_source(open_store(config), config)

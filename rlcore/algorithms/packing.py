@@ -66,6 +66,8 @@ class TrainSequence:
     """Trainable tokens of all samples of its execution; None: it is alone."""
     images: SequenceImages | None = None
     """Of the prompt."""
+    experts: npt.NDArray[np.integer] | None = None
+    """[tokens - 1, layers, k] ids of experts that a mixture is to choose for each token."""
     trainable: bool = True
     """False masks the whole response: a sample without a reward, or one that was removed."""
 
@@ -149,6 +151,8 @@ class PackedBatch(TokenTensors):
     lengths: tuple[int, ...]
     """Tokens of each sequence (those of `cu_seqlens`, known without waiting for a device)."""
     images: PackedImages | None = None
+    experts: Tensor | None = None
+    """int32 [T, layers, k] ids of experts to choose; None: the model chooses."""
 
     def to(self, device: torch.device | str) -> PackedBatch:
         """The same on another device."""
@@ -172,7 +176,14 @@ class PackedBatch(TokenTensors):
         }
         shorter = tuple(np.maximum(lengths - 1, 1).tolist())
         images = None if self.images is None else self.images.of_tokens(kept)
-        return PackedBatch(**chosen, cu_seqlens=_edges(shorter), lengths=shorter, images=images)
+        experts = None if self.experts is None else self.experts.index_select(0, kept)
+        return PackedBatch(
+            **chosen,
+            cu_seqlens=_edges(shorter),
+            lengths=shorter,
+            images=images,
+            experts=experts,
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -216,7 +227,11 @@ def pack(
         _images(sequences, arrays["position_ids"]) if any(s.images for s in sequences) else None
     )
     return PackedBatch(
-        **_tensors(arrays), cu_seqlens=_edges(lengths), lengths=lengths, images=images
+        **_tensors(arrays),
+        cu_seqlens=_edges(lengths),
+        lengths=lengths,
+        images=images,
+        experts=_experts(sequences) if any(s.experts is not None for s in sequences) else None,
     )
 
 
@@ -272,6 +287,24 @@ def _images(sequences: Sequence[TrainSequence], text: npt.NDArray[np.generic]) -
         take=torch.from_numpy(np.concatenate(take)),
         positions=torch.from_numpy(positions),
     )
+
+
+def _experts(sequences: Sequence[TrainSequence]) -> Tensor:
+    """The experts of sequences that lie end to end. For the last token of each, which predicts
+    nothing, any will do.
+    """
+    parts = []
+    for i, sequence in enumerate(sequences):
+        if sequence.experts is None or len(sequence.experts) != len(sequence.tokens) - 1:
+            got = "none" if sequence.experts is None else str(len(sequence.experts))
+            raise DataError(
+                f"sequence {i} of the micro-batch has experts to replay for {got} of its tokens; "
+                f"all but the last of its {len(sequence.tokens)} must have them"
+            )
+        layers, k = sequence.experts.shape[1:]
+        last = np.broadcast_to(np.arange(k), (1, layers, k))
+        parts.append(np.concatenate([sequence.experts, last]).astype(np.int32))
+    return torch.from_numpy(np.concatenate(parts))
 
 
 def _tensors(arrays: _Arrays) -> dict[str, Any]:

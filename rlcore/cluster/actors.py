@@ -245,6 +245,7 @@ async def start_trainer(plan: FleetPlan, placement: Placement, number: int) -> T
             trust_remote_code=config.model.trust_remote_code,
             lora=Lora.of(config.model),
             timeout_s=config.train.deadline_s,
+            replays_experts=config.rollout.use_rollout_routing_replay,
             slime=slime_args_of(config),
             shares_gpus=config.offloads_train or config.offloads_rollout,
             megatron=config.megatron,

@@ -38,6 +38,8 @@ class EngineSpec:
     sglang: dict[str, Argument] = field(default_factory=dict)
     mirror: MirrorSpec | None = None
     """Of the weights in the store, where they come from there; `folder` holds those of all."""
+    routed_experts: bool = False
+    """Whether it tells the experts that tokens were sent to."""
 
 
 class EngineActor:
@@ -98,6 +100,8 @@ class EngineActor:
                 "weight_version": weight_version,
                 "random_seed": spec.random_seed + self._rank,
             }
+            if spec.routed_experts:
+                own["enable_return_routed_experts"] = True
             if spec.max_running_requests is not None:
                 own["max_running_requests"] = spec.max_running_requests
             if spec.releases_memory:
@@ -122,6 +126,7 @@ class EngineActor:
                 max_running_requests=spec.max_running_requests,
                 random_seed=spec.random_seed,
                 weight_version=weight_version,
+                routed_experts=spec.routed_experts,
             )
         self._process = EngineProcess(port, host)
         path = Path(spec.log_dir) / f"engine-{self._rank}.log"

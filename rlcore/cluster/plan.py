@@ -40,6 +40,12 @@ class FleetPlan:
         config = self.config
         return model_path(self.store.objects, self.store.origin, config.model, self.scratch)
 
+    @property
+    def engine_folder(self) -> Path:
+        """The local folder that engines start from, and whose form their weights have."""
+        own = self.config.rollout.hf_checkpoint
+        return self.model_folder if own is None else Path(own)
+
     def start_state(self) -> str:
         """The id of the trainer's state before the first iteration."""
         config = self.config
@@ -64,13 +70,14 @@ def engine_spec(plan: FleetPlan) -> EngineSpec:
     rollout = plan.config.rollout
     return EngineSpec(
         engine=rollout.engine,
-        model_path=str(plan.model_folder),
+        model_path=str(plan.engine_folder),
         log_dir=str(plan.local("logs") / f"epoch-{plan.epoch:04d}"),
         dtype=plan.engine_dtype,
         context_length=rollout.context_length,
         max_running_requests=rollout.max_running_requests,
         tensor_parallel=tensor_parallel(plan.config),
         random_seed=plan.config.run.seed,
+        routed_experts=rollout.use_rollout_routing_replay,
         start_timeout_s=rollout.start_timeout_s,
         check_interval_s=rollout.health_check_interval_s,
         check_timeout_s=rollout.health_check_timeout_s,

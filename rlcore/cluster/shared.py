@@ -42,6 +42,8 @@ async def check_shared(plan: FleetPlan, nodes: Sequence[Node]) -> None:
             f"{config.storage.root!r} is no folder that they share; set weights.transport = "
             "'distributed', or a storage.root on a shared file system"
         )
+    if config.rollout.hf_checkpoint:
+        await _check_seen(nodes, plan.engine_folder, "the folder of rollout.hf_checkpoint")
     if config.model.path:
         await _check_seen(nodes, Path(config.model.path), "the folder of model.path")
 

@@ -68,6 +68,8 @@ class TrainerSpec:
     lora: Lora | None = None
     timeout_s: float = 3600.0
     """Seconds after which a collective counts as hung."""
+    replays_experts: bool = False
+    """Whether the experts that the engines chose are replayed."""
     slime: dict[str, Any] | None = None
     """slime's `args`, where plugins written for it are to run."""
     shares_gpus: bool = False
@@ -228,7 +230,9 @@ class TrainerActor:
 
         self._check(epoch)
         images = takes_images(self._spec.model_folder)
-        self._ahead = (rollout, read_rollout(self._objects, rollout, images=images))
+        experts = self._spec.replays_experts
+        table = read_rollout(self._objects, rollout, images=images, experts=experts)
+        self._ahead = (rollout, table)
 
     def train(self, epoch: int, prev: str, new: str, files: BatchFiles) -> TrainReport:
         """Train the committed batch: from state `prev` to state `new`."""
@@ -247,6 +251,7 @@ class TrainerActor:
             rank=trainer.ranks.rank,
             world=trainer.ranks.size,
             images=trainer.images,
+            experts=self._spec.replays_experts,
         )
         report = trainer.train(prev, new, batch)
         if self._spec.shares_gpus:

@@ -57,6 +57,9 @@ NEWER: tuple[tuple[str, str, Any], ...] = (
     ("train", "torch_compile", True),
     ("weights", "custom_update_weight_post_write_path", None),
     ("weights", "delta_base_interval", 20),
+    ("train", "use_routing_replay", False),
+    ("rollout", "use_rollout_routing_replay", False),
+    ("rollout", "hf_checkpoint", None),
 )
 """Settings at values that are left out, so that runs of older releases keep their digests."""
 NEWER_SECTIONS = frozenset({"compat", "megatron"})

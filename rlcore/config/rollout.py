@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from rlcore.config.secrets import check_no_login
-from rlcore.config.section import FunctionPath, PositiveInt, Section, Url
+from rlcore.config.section import FilePath, FunctionPath, PositiveInt, Section, Url
 
 
 class RolloutConfig(Section):
@@ -29,6 +29,8 @@ class RolloutConfig(Section):
 
     engine: Literal["embedded", "sglang"] = "embedded"
     """`embedded` runs on CPU inside this package; `sglang` needs a GPU."""
+    hf_checkpoint: FilePath | None = None
+    """Folder of the same model in fp8 blocks, which engines start from and get weights as."""
     rollout_batch_size: PositiveInt = 32
     """Prompts an iteration."""
     n_samples_per_prompt: PositiveInt = 8
@@ -81,6 +83,8 @@ class RolloutConfig(Section):
     """Iterations between two weight syncs in those modes."""
     max_staleness: Annotated[int, Field(ge=0)] | None = None
     """Most iterations that the policy of any token may lie behind; default: as the mode needs."""
+    use_rollout_routing_replay: bool = False
+    """Engines say which experts each token was sent to, and the trainer sends it to the same."""
     num_engines: PositiveInt | None = None
     """Engines to run; default: cluster.rollout_num_gpus / cluster.rollout_num_gpus_per_engine."""
     max_running_requests: PositiveInt | None = None

@@ -130,6 +130,8 @@ class TrainConfig(Section):
     """On a GPU, fuse the work between matrix products; takes about a minute at the start."""
     optimizer_cpu_offload: bool = False
     """Keep AdamW's moments in the CPU's memory, and take its steps there."""
+    use_routing_replay: bool = False
+    """Train each token through the experts that were chosen when its old log-prob was computed."""
     deadline_s: Annotated[float, Field(gt=0)] = 3600.0
     """Seconds after which a training step counts as hung."""
 
@@ -458,6 +460,23 @@ class RunConfig(Section):
             raise ValueError(
                 f"algorithm.num_critic_only_steps = {alone} with train.num_iterations = {whole}: "
                 "the policy would never be trained; lower the one or raise the other"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _routing_is_replayed(self) -> "RunConfig":
+        of_engine, algorithm = self.rollout.use_rollout_routing_replay, self.algorithm
+        if self.train.use_routing_replay and algorithm.use_rollout_logprobs and not of_engine:
+            raise ValueError(
+                "train.use_routing_replay = true has no effect with "
+                "algorithm.use_rollout_logprobs = true, where the trainer computes no old "
+                "log-probs; set rollout.use_rollout_routing_replay = true, or remove one of them"
+            )
+        own = algorithm.custom_convert_samples_to_train_data_path
+        if of_engine and own is not None:
+            raise ValueError(
+                "algorithm.custom_convert_samples_to_train_data_path makes sequences without the "
+                "experts that rollout.use_rollout_routing_replay = true replays; remove one of them"
             )
         return self
 

@@ -44,6 +44,8 @@ class WeightsConfig(Section):
 def check_transport(config: "RunConfig") -> None:
     """Weights can go the way that is asked for."""
     transport, colocate = config.weights.transport, config.cluster.colocate
+    if config.rollout.hf_checkpoint is not None:
+        _check_fp8(config)
     if config.rollout.engine != "sglang":
         return
     if transport not in ("disk", "delta") and config.cluster.device == "cpu":
@@ -60,4 +62,18 @@ def check_transport(config: "RunConfig") -> None:
         raise ValueError(
             "weights.transport = 'distributed' with cluster.colocate = true: NCCL has no group "
             "with two members on one GPU; use 'tensor'"
+        )
+
+
+def _check_fp8(config: "RunConfig") -> None:
+    """Weights in 8 bits have engines that take them, and a way to get there."""
+    if config.rollout.engine != "sglang":
+        raise ValueError(
+            "rollout.hf_checkpoint is a folder in fp8 for rollout.engine = 'sglang'; the embedded "
+            "engine computes in float32 from model.path: remove it"
+        )
+    if config.weights.transport == "tensor":
+        raise ValueError(
+            "weights.transport = 'tensor' sends no fp8 weights, which rollout.hf_checkpoint asks "
+            "for; use 'disk' or 'distributed'"
         )

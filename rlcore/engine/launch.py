@@ -38,6 +38,7 @@ def embedded_argv(
     context_length: int | None = None,
     random_seed: int = 0,
     weight_version: str | None = None,
+    routed_experts: bool = False,
 ) -> list[str]:
     """The command of an embedded engine."""
     argv = [sys.executable, "-P", "-m", "rlcore.engine.embedded"]
@@ -50,6 +51,8 @@ def embedded_argv(
         argv += ["--context-length", str(context_length)]
     if weight_version is not None:
         argv += ["--weight-version", weight_version]
+    if routed_experts:
+        argv.append("--enable-return-routed-experts")
     return argv
 
 

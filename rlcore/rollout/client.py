@@ -9,6 +9,7 @@ Invariants:
 """
 
 import asyncio
+import base64
 import gc
 import math
 import time
@@ -16,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import httpx
 import orjson
@@ -25,6 +26,10 @@ from rlcore.errors import EngineError
 from rlcore.images.layout import collapse
 from rlcore.rollout.blobs import Blob, with_blobs
 from rlcore.rollout.limits import Limits, check_request
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 
 class EngineUnavailable(EngineError):
@@ -41,12 +46,14 @@ class GenerateRequest:
         sampling_params: by SGLang's names.
         rid: name under which `abort` finds it.
         images: of the prompt, as data URIs.
+        routed_experts: whether the experts of each token are asked for.
     """
 
     input_ids: list[int]
     sampling_params: dict[str, Any]
     rid: str | None = None
     images: Sequence[str] = ()
+    routed_experts: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +72,8 @@ class GenerateResult:
         speculation: tokens drafted and accepted, by the names of `Sample.spec_info`; empty where
             the engine does not speculate.
         detail: the whole finish reason as the engine gave it.
+        routed_experts: int32 [tokens of prompt and answer - 1, layers, k], where they were asked
+            for.
     """
 
     tokens: list[int]
@@ -76,6 +85,7 @@ class GenerateResult:
     speculation: dict[str, int] = field(default_factory=dict)
     detail: dict[str, Any] = field(default_factory=dict)
     earlier_versions: list[str] = field(default_factory=list)
+    routed_experts: "npt.NDArray[np.int32] | None" = None
 
     @property
     def weight_versions(self) -> list[str]:
@@ -139,6 +149,8 @@ class EngineClient:
         }
         if any(r.images for r in requests):
             body["image_data"] = [list(r.images) for r in requests]
+        if any(r.routed_experts for r in requests):
+            body["return_routed_experts"] = True
         if all(r.rid is not None for r in requests):
             body["rid"] = [r.rid for r in requests]
         content = await self._send("POST", "/generate", body)
@@ -207,6 +219,9 @@ class EngineClient:
                 speculation=speculation(meta),
                 detail=reason,
                 earlier_versions=_earlier(meta),
+                routed_experts=self._routed(meta, len(request.input_ids) + len(tokens))
+                if request.routed_experts and tokens
+                else None,
             )
         except (KeyError, TypeError, IndexError) as error:
             raise EngineError(
@@ -231,6 +246,28 @@ class EngineClient:
                 "weights are broken"
             )
         return result
+
+    def _routed(self, meta: Mapping[str, Any], tokens: int) -> "npt.NDArray[np.int32]":
+        """The experts that an answer tells, of so many tokens but the last."""
+        import numpy as np
+
+        told, routes = meta.get("routed_experts"), self.limits and self.limits.routes
+        if not isinstance(told, str) or not routes:
+            raise EngineError(
+                f"{self.url}/generate tells no routed experts: "
+                + (
+                    "start the engine with --enable-return-routed-experts"
+                    if routes
+                    else "the model has none; set rollout.use_rollout_routing_replay = false"
+                )
+            )
+        flat, shape = np.frombuffer(base64.b64decode(told), np.int32), (tokens - 1, *routes)
+        if flat.size != math.prod(shape):
+            raise EngineError(
+                f"{self.url}/generate tells {flat.size} routed experts for {tokens} tokens of "
+                f"{routes[0]} layers with {routes[1]} each, not {math.prod(shape)}"
+            )
+        return flat.reshape(shape)
 
     # --- control ----------------------------------------------------------------------------------
 

@@ -73,7 +73,8 @@ class GenerateArgs(PluginArgs):
 
         `images` are those of the prompt: `sample_images(sample)`.
         """
-        request = GenerateRequest(input_ids, sampling_params, images=images)
+        routed = self.use_rollout_routing_replay
+        request = GenerateRequest(input_ids, sampling_params, images=images, routed_experts=routed)
         [result] = await self.pool.generate([request])
         return result
 
@@ -238,7 +239,13 @@ class Generator:
 
     async def _plain(self, samples: list[Sample], group: int, ready: Ready | None) -> list[Sample]:
         requests = [
-            GenerateRequest(s.tokens, self._own_params(s), images=sample_images(s)) for s in samples
+            GenerateRequest(
+                s.tokens,
+                self._own_params(s),
+                images=sample_images(s),
+                routed_experts=self._config.use_rollout_routing_replay and not self._evaluation,
+            )
+            for s in samples
         ]
         ends: dict[int, int] = {}
         told = 0
@@ -358,6 +365,8 @@ def apply_result(sample: Sample, result: GenerateResult) -> None:
         sample.rollout_log_probs = result.log_probs
         sample.response = result.text
     sample.weight_versions = [*sample.weight_versions, *result.weight_versions]
+    # Of the whole sequence, what was there before included.
+    sample.rollout_routed_experts = result.routed_experts
     call = {
         "cached_tokens": result.cached_tokens,
         "total_prompt_tokens": len(sample.tokens) - len(result.tokens),

@@ -98,11 +98,13 @@ class Limits:
         vocab_size: ids are in [0, vocab_size).
         context_length: most tokens of prompt and response together.
         image_token: id that stands for images in a prompt; None: the model takes none.
+        routes: layers, and experts a token in one; None: the model has no experts.
     """
 
     vocab_size: int
     context_length: int
     image_token: int | None = None
+    routes: tuple[int, int] | None = None
 
     @classmethod
     def of_model(cls, folder: str | Path, context_length: int | None = None) -> "Limits":
@@ -130,7 +132,13 @@ class Limits:
             raise ConfigError(
                 f"{path} has no max_position_embeddings; set rollout.context_length instead"
             )
-        return cls(config["vocab_size"], longest, config.get("image_token_id"))
+        routes = config.get("num_hidden_layers"), config.get("num_experts_per_tok")
+        return cls(
+            config["vocab_size"],
+            longest,
+            config.get("image_token_id"),
+            routes if all(routes) else None,
+        )
 
     def response_budget(self, prompt_length: int, wanted: int) -> int:
         """Tokens a response may have: what the context leaves of those wanted; may be negative."""

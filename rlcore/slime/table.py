@@ -11,7 +11,6 @@ MOVES_WITH_MEGATRON = (
     "it comes with the Megatron backend, which does not exist yet; FSDP2 trains now"
 )
 APART = "nothing moves without `--colocate`"
-NO_ROUTING = "no mixture-of-experts routing is recorded; leave it out, or train a dense model"
 NO_SERVER = "the Megatron teacher server is a program of slime's own; there is none here"
 
 CLUSTER = (
@@ -389,8 +388,8 @@ ALGORITHM = (
         Setting("algorithm.custom_pg_loss_reducer_function_path"),
     ),
     flag("calculate-per-token-loss", Joined("algorithm.loss_aggregation")),
-    flag("use-routing-replay", Refused(NO_ROUTING)),
-    flag("use-rollout-routing-replay", Refused(NO_ROUTING)),
+    flag("use-routing-replay", Setting("train.use_routing_replay")),
+    flag("use-rollout-routing-replay", Setting("rollout.use_rollout_routing_replay")),
     flag("use-opsm", Setting("algorithm.use_opsm")),
     Argument("opsm-delta", "float", Setting("algorithm.opsm_delta")),
     flag("use-opd", Setting("algorithm.use_opd")),

@@ -58,15 +58,20 @@ SAMPLE_COLUMNS = (
     "rollout_log_probs",
     "teacher_log_probs",
 )
+EXPERT_COLUMNS = ("routed_experts", "routed_experts_shape")
 
 
-def read_rollout(objects: Objects, rollout: Sequence[FileRef], *, images: bool = False) -> pa.Table:
-    """What training needs of a rollout's samples; their images too, if the model takes them.
+def read_rollout(
+    objects: Objects, rollout: Sequence[FileRef], *, images: bool = False, experts: bool = False
+) -> pa.Table:
+    """What training needs of a rollout's samples; their images too, if the model takes them, and
+    their experts, where these are replayed.
 
     Raises:
         Corrupt: a part is not what was committed.
     """
-    return read_parts(objects, rollout, SAMPLE_COLUMNS + (IMAGE_COLUMNS if images else ()))
+    columns = SAMPLE_COLUMNS + (IMAGE_COLUMNS if images else ())
+    return read_parts(objects, rollout, columns + (EXPERT_COLUMNS if experts else ()))
 
 
 def load_batch(
@@ -79,6 +84,7 @@ def load_batch(
     world: int,
     rollout: pa.Table | None = None,
     images: ImageProcessor | None = None,
+    experts: bool = False,
 ) -> TrainBatch:
     """Reads a batch and takes the share of one rank.
 
@@ -89,15 +95,16 @@ def load_batch(
         rank, world: whose share.
         rollout: the rollout's columns, where they were read before.
         images: of the model, where it takes them.
+        experts: whether those that the engines chose are replayed.
 
     Raises:
         Corrupt: a part is not what was committed.
-        DataError: the parts do not belong together.
+        DataError: the parts do not belong together, or a sample has no experts to replay.
         PluginError: a function of one's own makes no numbers of the rewards, or no sequences.
     """
     if rollout is None:
-        rollout = read_rollout(objects, files.rollout, images=images is not None)
-    samples = _Samples(rollout, images)
+        rollout = read_rollout(objects, files.rollout, images=images is not None, experts=experts)
+    samples = _Samples(rollout, images, experts=experts)
     rewards, keep = _verdicts(objects, files, samples.count, samples.status)
     advantages = sample_advantages(
         AdvantageInputs(
@@ -308,7 +315,9 @@ class _Lists:
 class _Samples:
     """What training needs of a rollout batch, by row."""
 
-    def __init__(self, table: pa.Table, images: ImageProcessor | None) -> None:
+    def __init__(
+        self, table: pa.Table, images: ImageProcessor | None, *, experts: bool = False
+    ) -> None:
         self.count = table.num_rows
         self.images = None if images is None else BatchImages(table, images)
         self.groups = table["group_index"].to_pylist()
@@ -316,6 +325,7 @@ class _Samples:
         self.status = table["status"].to_pylist()
         self.removed = np.asarray(table["remove_sample"].to_pylist(), dtype=bool)
         self.response_lengths = table["response_length"].to_numpy().astype(np.int64)
+        self.experts = [_Lists(table[name]) for name in EXPERT_COLUMNS] if experts else []
         self.tokens = _Lists(table["tokens"])
         self.masks = _Lists(table["loss_mask"])
         self.log_probs = {name: _Lists(table[name]) for name in LOG_PROBS}
@@ -339,5 +349,24 @@ class _Samples:
             advantages=advantage,
             execution_tokens=execution_tokens,
             images=images,
+            experts=self._experts_of(row, len(tokens)) if self.experts else None,
             **{name: self.log_probs[name].row(row) for name in given},  # type: ignore[arg-type]
         )
+
+    def _experts_of(self, row: int, tokens: int) -> npt.NDArray[np.integer]:
+        """[tokens - 1, layers, k] as the engine chose them; any for tokens that came behind what it
+        was last asked, on which no trained token depends.
+        """
+        flat, shape = (column.row(row) for column in self.experts)
+        if flat is None or shape is None:
+            raise DataError(
+                f"sample {row} of the rollout has no routed experts, which "
+                "rollout.use_rollout_routing_replay = true replays; a generate function of one's "
+                "own hands them on in sample.rollout_routed_experts"
+            )
+        told = flat.reshape(shape)
+        missing, mask = tokens - 1 - len(told), self.masks.row(row)
+        if missing > 0 and mask is not None and not mask[-missing:].any():
+            rest = np.broadcast_to(np.arange(shape[2], dtype=flat.dtype), (missing, *shape[1:]))
+            told = np.concatenate([told, rest])
+        return told  # type: ignore[no-any-return]

@@ -69,7 +69,9 @@ class WeightGroup:
         options.rootRank, options.rootTensor = 0, 0
         works: Any = []
         try:
-            works += [group.broadcast([tensor], options) for tensor in tensors]
+            # Not every backend knows numbers of 8 bits; their bytes are what travels.
+            whole = [t.view(torch.uint8) if t.itemsize == 1 else t for t in tensors]
+            works += [group.broadcast([tensor], options) for tensor in whole]
             while works:
                 works.pop(0).wait()
             if self.device == "cuda":

@@ -42,6 +42,7 @@ from rlcore.weights.delta.publisher import Publisher
 from rlcore.weights.delta.transport import DeltaTransport
 from rlcore.weights.distributed import DistributedTransport, Group, Members
 from rlcore.weights.export import config_text
+from rlcore.weights.fp8 import BlockFp8
 from rlcore.weights.group import Backend
 from rlcore.weights.handles import HandleTransport
 from rlcore.weights.transport import DiskTransport, TensorTransport, Transport, together
@@ -59,7 +60,7 @@ class SyncSpec:
     dtype: DType
     """In which the engines hold weights."""
     model_folder: Path
-    """Where the model came from: its config goes with the weights."""
+    """That engines started from: its config goes with the weights."""
     scratch: Path
     """For `disk`: a folder that the engines see; for `delta`: the trainer's own."""
     canary_prompts: int
@@ -67,6 +68,8 @@ class SyncSpec:
     vocab_size: int
     context_length: int
     """Of the engines."""
+    fp8: bool = False
+    """That folder is in fp8 blocks, and so are the weights to be."""
     starts: tuple[int, ...] = ()
     """How often each engine was started: one that was started again is in no group."""
     ranks_per_engine: int = 1
@@ -175,7 +178,10 @@ class WeightSync:
         )
         self._ours = sequences, trainer.log_probs(sequences)
         transport = self._transport(spec)
-        parts = Timed(transport.parts(trainer.named_tensors(spec.dtype, spec.device)))
+        tensors = trainer.named_tensors(spec.dtype, spec.device)
+        if spec.fp8:
+            tensors = BlockFp8.of_folder(spec.model_folder).apply(tensors)
+        parts = Timed(transport.parts(tensors))
         try:
             if self._rank != 0:
                 return None

@@ -5,7 +5,7 @@ experts were used.
 from pathlib import Path
 
 import pytest
-from real_runs import REPO, Sluice, short
+from real_runs import REPO, Sluice, kill_tree, short, wait_for
 
 BUILD = """
 import sys
@@ -37,19 +37,41 @@ def build(folder, seed):
 """
 
 
+def of_experts(folder: Path, *sets: str) -> list[str]:
+    """Options of a run that trains such a model."""
+    build = folder / "moe.py"
+    build.write_text(BUILD.format(quickstart=str(REPO / "examples" / "quickstart")))
+    return [word for one in (f"model.build={build}:build", *sets) for word in ("--set", one)]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["disk", "tensor"])
 def test_engine_and_trainer_agree_after_each_sync(
     sluice: Sluice, tmp_path: Path, transport: str
 ) -> None:
-    build = tmp_path / "moe.py"
-    build.write_text(BUILD.format(quickstart=str(REPO / "examples" / "quickstart")))
     config = short(tmp_path, iterations=2)
-    sets = [f"model.build={build}:build", f"weights.transport={transport}"]
-    options = [word for one in sets for word in ("--set", one)]
+    options = of_experts(tmp_path, f"weights.transport={transport}")
     sluice("train", str(config), "--run-id", "moe", *options)
     metrics = sluice.json("show", "moe")["metrics"]
     for one in metrics:
         assert one["train/train_rollout_logprob_abs_diff"] < 1e-4
         assert one["moe/load_max"] >= 1 and one["moe/layer_1/dead_experts"] <= 1
     assert sluice.json("verify", "moe")["ok"]
+
+
+@pytest.mark.slow
+def test_replayed_experts_survive_a_kill(sluice: Sluice, tmp_path: Path) -> None:
+    config = str(short(tmp_path, iterations=4, more="state_interval = 2"))
+    replays = ("rollout.use_rollout_routing_replay=true", "train.use_routing_replay=true")
+    options = of_experts(tmp_path, *replays)
+    sluice("train", config, "--run-id", "calm", *options)
+    process = sluice.start("train", config, "--run-id", "killed", *options)
+    wait_for(sluice.committed("killed", 2).exists)
+    kill_tree(process.pid)
+    process.wait(10)
+    sluice("resume", "killed")
+    calm, killed = sluice.json("show", "calm"), sluice.json("show", "killed")
+    assert killed["state_sha256"] == calm["state_sha256"]
+    query = "select count(*) n from samples where len(routed_experts) = 2 * 2 * (len(tokens) - 1)"
+    assert sluice.json("sql", query) == [{"n": 2 * 4 * 64}]
+    assert sluice.json("verify", "killed")["ok"]

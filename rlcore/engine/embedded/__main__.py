@@ -30,6 +30,11 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--random-seed", default=0, type=int, help="seeds requests without sampling_seed"
     )
+    parser.add_argument(
+        "--enable-return-routed-experts",
+        action="store_true",
+        help="record which experts each token is sent to, for requests that ask",
+    )
     arguments = parser.parse_args(argv)
     for name in ("threads", "max_running_requests"):
         if getattr(arguments, name) < 1:

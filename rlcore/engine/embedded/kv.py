@@ -95,6 +95,8 @@ class Prompt:
     """[length, hidden]: the last layer's output, from which prompt log-probabilities are made."""
     logits: Tensor
     """[vocabulary], float32: of the first token to generate."""
+    experts: Tensor | None = None
+    """int32 [length, layers, k] that its tokens were sent to, where that is recorded."""
 
     @property
     def nbytes(self) -> int:

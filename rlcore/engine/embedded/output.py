@@ -1,5 +1,6 @@
 """A finished request as SGLang's answer: text, ids, and `meta_info`."""
 
+import base64
 import math
 import time
 from typing import Any
@@ -37,6 +38,8 @@ def answer(request: Request, tokenizer: Tokenizer, started: float) -> dict[str, 
         if request.top_logprobs:
             meta["input_top_logprobs"] = [_top(top) for top in request.input_top]
             meta["output_top_logprobs"] = [_top(top) for top in request.top[: len(request.output)]]
+    if request.routed:
+        meta["routed_experts"] = _experts(request)
     meta |= {
         "reasoning_tokens": 0,
         "completion_tokens": len(request.output),
@@ -47,6 +50,15 @@ def answer(request: Request, tokenizer: Tokenizer, started: float) -> dict[str, 
         "response_sent_to_client_ts": time.time(),
     }
     return {"text": _text(request, tokenizer), "output_ids": request.output, "meta_info": meta}
+
+
+def _experts(request: Request) -> str:
+    """Base64 of int32 [tokens - 1, layers, k]."""
+    # The last token was chosen, and sent nowhere.
+    rows = len(request.tokens) + len(request.output) - 1
+    told = b"".join(part.numpy().tobytes() for part in request.experts)
+    size = len(told) // max(1, sum(len(part) for part in request.experts))
+    return base64.b64encode(told[: rows * size]).decode()
 
 
 def _top(top: list[tuple[float, int]] | None) -> list[list[Any]] | None:

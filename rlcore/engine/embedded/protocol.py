@@ -10,15 +10,18 @@ import uuid
 from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlcore.engine.embedded.params import SamplingParams, parse_sampling_params
 from rlcore.errors import EngineError
 from rlcore.images.layout import SequenceImages
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 _KEYS = frozenset(
     ("text", "input_ids", "sampling_params", "rid", "return_logprob", "logprob_start_len",
-     "top_logprobs_num", "stream", "image_data")
+     "top_logprobs_num", "stream", "image_data", "return_routed_experts")
 )  # fmt: skip
 See = Callable[[list[int], list[str]], tuple[list[int], SequenceImages]]
 """Ids of a prompt and its images -> ids with a placeholder for each feature, and the images."""
@@ -31,6 +34,8 @@ class Limits:
     context_length: int
     """Prompt and answer together, in tokens."""
     vocab_size: int
+    routed_experts: bool = False
+    """Whether the experts of each token are recorded."""
 
 
 @dataclass(slots=True)
@@ -60,6 +65,10 @@ class Request:
     top: list[list[tuple[float, int]]] = field(default_factory=list)
     input_logprobs: list[float | None] = field(default_factory=list)
     input_top: list[list[tuple[float, int]] | None] = field(default_factory=list)
+    routed: bool = False
+    """Whether the experts of its tokens are wanted."""
+    experts: "list[Tensor]" = field(default_factory=list)
+    """int32 [n, layers, k] that its tokens were sent to, in order."""
     cached_tokens: int = 0
     weight_version: str = ""
     """At the end."""
@@ -140,7 +149,21 @@ def parse_call(
         requests += _samples(
             prompt, seen, key, params[i], budget, rids[i], wants[i], start, tops[i]
         )
+    for request in requests:
+        request.routed = _wants_experts(body, limits)
     return Call(requests, batched or any(p.n > 1 for p in params), pending=len(requests))
+
+
+def _wants_experts(body: Mapping[str, object], limits: Limits) -> bool:
+    wanted = body.get("return_routed_experts", False)
+    if type(wanted) is not bool:
+        raise EngineError(f"return_routed_experts must be of type bool, got {wanted!r}.")
+    if wanted and not limits.routed_experts:
+        raise EngineError(
+            "return_routed_experts=true, but the engine was started without "
+            "--enable-return-routed-experts."
+        )
+    return wanted
 
 
 def _prompts(

@@ -21,6 +21,7 @@ from rlcore.engine.embedded.weights import load_blobs, load_folder, load_tensors
 from rlcore.errors import EngineError
 from rlcore.images.layout import SequenceImages
 from rlcore.images.model import Picture, attend, attention_of, auto_class, decoder, embed, sees
+from rlcore.routing import Routing
 from rlcore.weights.experts import by_expert
 from rlcore.weights.names import checkpoint_names
 
@@ -40,8 +41,15 @@ class ModelRunner:
     """
 
     def __init__(
-        self, path: Path, dtype: str, device: str, context_length: int | None = None
+        self,
+        path: Path,
+        dtype: str,
+        device: str,
+        context_length: int | None = None,
+        *,
+        routed_experts: bool = False,
     ) -> None:
+        """`routed_experts`: record which experts each token is sent to."""
         attention.register()
         self.device = torch.device(device)
         self.dtype = getattr(torch, dtype)
@@ -58,6 +66,10 @@ class ModelRunner:
         text = model.config.get_text_config()
         self.text_config = text
         self.sees = sees(model.base_model)
+        self._routing = Routing(getattr(decoder(model.base_model), "layers", ()))
+        self._routing.watches = routed_experts
+        if routed_experts and not self._routing.has_experts:
+            raise EngineError("--enable-return-routed-experts, but the model has no experts.")
         self.vocab_size = int(model.get_output_embeddings().weight.shape[0])
         self.context_length = self._context_length(context_length)
         self.kv_shape = KVShape(
@@ -131,6 +143,8 @@ class ModelRunner:
         else:
             positions = torch.arange(length, device=self.device)[None].expand(rows, -1)
             hidden = self._hidden(ids, positions, attention.Prefill(kv))
+        experts = self.experts()
+        chosen = [None] * rows if experts is None else experts.split(length)
         last = torch.stack([hidden[i, len(p) - 1] for i, p in enumerate(prompts)])
         logits = torch.cat(
             [
@@ -146,6 +160,7 @@ class ModelRunner:
                 kv[:, :, i : i + 1, :, : len(p)].clone(),
                 hidden[i, : len(p)].clone(),
                 logits[i].clone(),
+                None if (own := chosen[i]) is None else own[: len(p)].cpu(),
             )
             for i, p in enumerate(prompts)
         ]
@@ -189,6 +204,12 @@ class ModelRunner:
             values += logprobs.gather(1, targets[:, None])[:, 0].tolist()
             tops += likeliest(logprobs, top)
         return values, tops
+
+    def experts(self) -> Tensor | None:
+        """int32 [rows, layers, k] that the tokens of the last pass were sent to, padding included;
+        None where that is not recorded.
+        """
+        return self._routing.seen() if self._routing.watches else None
 
     def _hidden(self, ids: Tensor, positions: Tensor, step: attention.Step) -> Tensor:
         output = decoder(self.model.base_model)(

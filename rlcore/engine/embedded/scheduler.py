@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from rlcore.engine.embedded.kv import Lane, Prompt, PromptCache
+from rlcore.engine.embedded.kv import Ints, Lane, Prompt, PromptCache
 from rlcore.engine.embedded.protocol import Call, Request
 from rlcore.engine.embedded.rows import Rows
 from rlcore.engine.embedded.runner import ModelRunner, padded
@@ -393,6 +393,8 @@ class Scheduler:
     def _begin(self, requests: list[Request], prompts: dict[bytes, Prompt]) -> None:
         """Choose the first tokens of `requests` and put what goes on into lanes."""
         for request in requests:
+            if request.routed and (experts := prompts[request.key].experts) is not None:
+                request.experts.append(experts)
             if request.max_new_tokens == 0:
                 self._reserved_tokens -= self._cost(request)
                 self._end(request, {"type": "length", "length": 0})
@@ -438,6 +440,7 @@ class Scheduler:
                     torch.from_numpy(self._rows.length[part] - 1).to(device),
                     torch.from_numpy(self._rows.shift[part]).to(device),
                 )
+                self._note_experts(part)
                 done[begin : begin + len(part)] = self._rows.advance(part, logits)
             outgrown = np.flatnonzero(~done & (self._rows.length[rows] > length))
             if len(outgrown):
@@ -448,6 +451,15 @@ class Scheduler:
             lane.remove(done)
             if not lane.count and lane.kv.nbytes > IDLE_LANE_BYTES:
                 del self._lanes[length]
+
+    def _note_experts(self, rows: Ints) -> None:
+        """Remember what the newest tokens of some rows were sent to, for those who want it."""
+        wanting = [(i, r) for i, row in enumerate(rows) if (r := self._rows.request(row)).routed]
+        if not wanting or (chosen := self.runner.experts()) is None:
+            return
+        chosen = chosen.cpu()
+        for i, request in wanting:
+            request.experts.append(chosen[i : i + 1])
 
     def _release_row(self, row: int, finish: dict[str, object] | None = None) -> None:
         request = self._rows.request(row)

@@ -36,7 +36,13 @@ def build_service(arguments: argparse.Namespace) -> Service:
     path = arguments.model_path
     tokenizer = Tokenizer(path)
     try:
-        runner = ModelRunner(path, arguments.dtype, arguments.device, arguments.context_length)
+        runner = ModelRunner(
+            path,
+            arguments.dtype,
+            arguments.device,
+            arguments.context_length,
+            routed_experts=arguments.enable_return_routed_experts,
+        )
     except (OSError, ValueError, RuntimeError) as error:
         if isinstance(error, EngineError):
             raise
@@ -64,8 +70,11 @@ def build_service(arguments: argparse.Namespace) -> Service:
         "random_seed": arguments.random_seed,
         "host": arguments.host,
         "port": arguments.port,
+        "enable_return_routed_experts": arguments.enable_return_routed_experts,
     }
-    limits = Limits(runner.context_length, runner.vocab_size)
+    limits = Limits(
+        runner.context_length, runner.vocab_size, arguments.enable_return_routed_experts
+    )
     see = image_reader(path) if runner.sees else blind
     return Service(scheduler, tokenizer, limits, str(path), settings, see)
 

@@ -5,6 +5,7 @@ and refuses an answer of another policy.
 """
 
 import asyncio
+import base64
 import inspect
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
@@ -128,7 +129,14 @@ async def post(
 
 
 async def _through_pool(serving: state.Serving, payload: Mapping[str, Any]) -> dict[str, Any]:
-    known = {"input_ids", "text", "sampling_params", "return_logprob", "stream"}
+    known = {
+        "input_ids",
+        "text",
+        "sampling_params",
+        "return_logprob",
+        "return_routed_experts",
+        "stream",
+    }
     if other := sorted(k for k, v in payload.items() if k not in known and v):
         raise PluginError(f"a request to an engine has {', '.join(other)}, which are not passed on")
     if payload.get("stream"):
@@ -136,7 +144,11 @@ async def _through_pool(serving: state.Serving, payload: Mapping[str, Any]) -> d
     ids = payload.get("input_ids")
     if ids is None:
         ids = serving.tokenizer.encode(payload["text"], add_special_tokens=False)
-    request = GenerateRequest(list(ids), dict(payload.get("sampling_params") or {}))
+    request = GenerateRequest(
+        list(ids),
+        dict(payload.get("sampling_params") or {}),
+        routed_experts=bool(payload.get("return_routed_experts")),
+    )
     [result] = await serving.pool.generate([request])
     return _reply(result, len(request.input_ids))
 
@@ -144,6 +156,7 @@ async def _through_pool(serving: state.Serving, payload: Mapping[str, Any]) -> d
 def _reply(result: GenerateResult, prompt_length: int) -> dict[str, Any]:
     """An answer as SGLang gives it."""
     pairs = zip(result.log_probs, result.tokens, strict=True)
+    routed = result.routed_experts
     return {
         "text": result.text,
         "output_ids": result.tokens,
@@ -155,6 +168,11 @@ def _reply(result: GenerateResult, prompt_length: int) -> dict[str, Any]:
             "prompt_tokens": prompt_length,
             "completion_tokens": len(result.tokens),
             "cached_tokens": result.cached_tokens,
+            **(
+                {}
+                if routed is None
+                else {"routed_experts": base64.b64encode(routed.tobytes()).decode()}
+            ),
         },
     }
 
@@ -168,7 +186,8 @@ async def generate(args: Any, sample: Sample, sampling_params: Params) -> Sample
             raise PluginError("generate got a prompt of messages without tokens: set its tokens")
         ids = sample.tokens = state.serving().tokenizer.encode(text, add_special_tokens=False)
     own = dict(sampling_params)
-    request = GenerateRequest(ids, own, images=sample_images(sample))
+    routed = bool(getattr(args, "use_rollout_routing_replay", False))
+    request = GenerateRequest(ids, own, images=sample_images(sample), routed_experts=routed)
     [result] = await state.serving().pool.generate([request])
     apply_result(sample, result)
     return sample

@@ -15,6 +15,7 @@ import hashlib
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -127,7 +128,8 @@ class WithoutAdapters:
     def score(self, batch: PackedBatch, rows: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         """See `Policy.score`."""
         with self._adapters.off():
-            return self._policy.score(batch, rows, temperature)
+            # It chooses its own experts.
+            return self._policy.score(replace(batch, experts=None), rows, temperature)
 
 
 def _chosen(lm: Any, targets: tuple[str, ...]) -> list[tuple[str, nn.Linear]]:

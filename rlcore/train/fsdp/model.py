@@ -42,6 +42,7 @@ from rlcore.images.model import (
     sees,
 )
 from rlcore.images.trial import trial
+from rlcore.routing import Routing
 from rlcore.train.fsdp.attention import ATTENTION, SequenceLayout, register
 from rlcore.train.fsdp.experts import ExpertLoad
 from rlcore.train.offload import own_storages
@@ -61,6 +62,7 @@ class Policy(nn.Module):
         super().__init__()
         self.lm = lm
         self.expert_load = ExpertLoad(lm)
+        self.routing = Routing(getattr(decoder(lm.base_model), "layers", ()))
 
     def forward(
         self,
@@ -92,6 +94,7 @@ class Policy(nn.Module):
 
     def score(self, batch: PackedBatch, rows: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         """`forward` of a packed micro-batch that is on the model's device; `rows` likewise."""
+        self.routing.give(batch.experts)
         layout = SequenceLayout.of(batch.lengths, batch.input_ids.device)
         targets = batch.targets.index_select(0, rows)
         return cast(
@@ -109,14 +112,30 @@ class Policy(nn.Module):
 
     def logits(self, batch: PackedBatch) -> Tensor:
         """Logits [T, V] at all positions of a packed micro-batch, all of them at once."""
+        self.routing.give(batch.experts)
         layout = SequenceLayout.of(batch.lengths, batch.input_ids.device)
         rows = torch.arange(len(batch.input_ids), device=batch.input_ids.device)
         found = self(batch.input_ids, batch.position_ids, layout, rows, None, 1.0, batch.images)
         return cast(Tensor, found[0])
 
+    def routed(self, batch: PackedBatch) -> PackedBatch:
+        """The micro-batch that was scored last, with the experts chosen in that, where they are to
+        be replayed.
+        """
+        if not self.routing.watches or batch.experts is not None:
+            return batch
+        return replace(batch, experts=self.routing.seen())
+
     def weights(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters by the names that transformers gives them; one that is tied comes once."""
         yield from self.lm.named_parameters()
+
+    def fixed(self) -> Iterator[tuple[str, Tensor]]:
+        """What a checkpoint holds beside `weights` and nothing trains: biases of routers that only
+        the choice of experts sees.
+        """
+        known = {name for name, _ in self.lm.named_parameters(remove_duplicate=False)}
+        return ((n, tensor) for n, tensor in self.lm.state_dict().items() if n not in known)
 
     def trained(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Those of `weights` that are not frozen: what a state holds."""

@@ -46,6 +46,14 @@ class Passes(Scorer):
         self._trained = policy
         self.expert_load = policy.expert_load
 
+    def score(self, micros: Sequence[MicroBatch], temperature: float) -> list[Tensor]:
+        """See `Scores`; experts that are to be replayed stay with the micro-batches."""
+        found = []
+        for micro in micros:
+            found += super().score([micro], temperature)
+            micro.packed = self._trained.routed(micro.packed)
+        return found
+
     @property
     def shape(self) -> ModelShape:
         """Its sizes."""

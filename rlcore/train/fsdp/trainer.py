@@ -107,6 +107,11 @@ class FsdpTrainer:
         self._offload.take_back(weights_only=False)
         self._policy = self._adapters = self._optimizer = self._critic = None
         self._policy = self._build(model_folder, trained=True)
+        self._policy.routing.watches = self._train.use_routing_replay
+        if self._train.use_routing_replay and not self._policy.routing.has_experts:
+            raise ConfigError(
+                "train.use_routing_replay = true, but the model has no experts; set it to false"
+            )
         own = self._reference is None or self._reference_moved
         if self._algorithm.needs_reference and self._adapters is None and own:
             self._build_reference(model_folder)
@@ -119,7 +124,8 @@ class FsdpTrainer:
             self._critic = self._build_critic(model_folder)
         self._writer = ShardWriter()
         self._folder = model_folder
-        self._names = checkpoint_names([name for name, _ in self._policy.weights()], model_folder)
+        held = [name for name, _ in (*self._policy.weights(), *self._policy.fixed())]
+        self._names = checkpoint_names(held, model_folder)
         self.images = None
         if takes_images(model_folder):
             self.images = ImageProcessor(model_folder, trust_remote_code=self._trust_remote_code)
@@ -342,6 +348,9 @@ class FsdpTrainer:
         for name, whole in plain if self._adapters is None else self._adapters.merged():
             weight = whole.to(device=device, dtype=TORCH_DTYPES[dtype])
             yield from by_expert(self._names[name], weight)
+        for name, tensor in policy.fixed():
+            # As exact as it came: it decides between experts.
+            yield self._names[name], tensor.to(device)
 
     def export_hf(self, folder: Path, dtype: DType) -> None:
         """Write config, tokenizer and weights, and an adapter by itself; see `write_hf_folder`."""

@@ -62,7 +62,7 @@ def test_a_bad_parameter_is_named(params: Any, part: str) -> None:
         ({"input_ids": [5], "text": "a"}, "exclude each other"),
         ({"text": [1]}, "text must be a string"),
         ({"input_ids": [5], "stream": True}, "stream=true is not offered"),
-        ({"input_ids": [5], "return_routed_experts": True}, "'return_routed_experts'"),
+        ({"input_ids": [5], "return_routed_experts": True}, "--enable-return-routed-experts"),
         ({"input_ids": [5] * 200}, "The input (200 tokens) is longer than"),
         (
             {"input_ids": [5] * 60, "sampling_params": {"max_new_tokens": 141}},

@@ -195,7 +195,6 @@ def test_what_slime_defaults_to_is_said_where_ours_is_another() -> None:
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ("--use-routing-replay", "--use-routing-replay: no mixture-of-experts routing"),
         ("--rollout-functon-path x", "did you mean --rollout-function-path?"),
         ("--update-weights-interval 2", "--update-weights-interval 2: train.py syncs"),
         ("--lr much", "--lr much: could not convert"),

@@ -161,3 +161,16 @@ def test_experts_of_other_names_are_refused(toy: Any, make_trainer: Any, tmp_pat
     )
     with pytest.raises(ConfigError, match="names its experts in a way"):
         make_trainer(folder)
+
+
+def test_the_bias_of_routers_travels_too(make_trainer: Any, tmp_path: Path) -> None:
+    """Nothing trains it, and without it an exported model would choose other experts."""
+    import tiny_families
+    from safetensors.torch import load_file
+
+    tiny_families.build("glm4_moe", tmp_path / "model")
+    make_trainer(tmp_path / "model").export_hf(tmp_path / "hf", "float32")
+    came, went = (load_file(tmp_path / name / "model.safetensors") for name in ("model", "hf"))
+    assert came.keys() == went.keys()
+    assert any(name.endswith("e_score_correction_bias") for name in went)
+    assert all(torch.equal(came[name], went[name]) for name in came)
