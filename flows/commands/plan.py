@@ -80,7 +80,9 @@ def work_of(config: RunConfig) -> Work:
         ranks=config.world_size,
         ranks_per_node=config.cluster.actor_num_gpus_per_node,
         # A sequence that is longer has a micro-batch of its own.
-        tokens_per_micro_batch=max(train.max_tokens_per_gpu, longest),
+        tokens_per_micro_batch=max(
+            train.max_tokens_per_gpu, -(-longest // train.context_parallel_size)
+        ),
         tokens_per_step=train.global_batch_size * longest,
         steps=train.num_steps_per_rollout,
         sequence=longest,

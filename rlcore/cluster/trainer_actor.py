@@ -235,8 +235,8 @@ class TrainerActor:
             rollout=ahead[1] if ahead is not None and ahead[0] == files.rollout else None,
             train=self._spec.train,
             algorithm=self._spec.algorithm,
-            rank=self._rank,
-            world=self._world,
+            rank=trainer.ranks.rank,
+            world=trainer.ranks.size,
             images=trainer.images,
         )
         report = trainer.train(prev, new, batch)

@@ -123,12 +123,19 @@ class TrainConfig(Section):
     """Precision of forward and backward; the master weights stay float32."""
     max_tokens_per_gpu: PositiveInt = 8192
     """Most tokens of a packed micro-batch on one rank."""
+    context_parallel_size: PositiveInt = 1
+    """Ranks that share the tokens of each micro-batch, for sequences too long for one."""
     gradient_checkpointing: bool = False
     """Recompute activations in backward to save memory."""
     optimizer_cpu_offload: bool = False
     """Keep AdamW's moments in the CPU's memory, and take its steps there."""
     deadline_s: Annotated[float, Field(gt=0)] = 3600.0
     """Seconds after which a training step counts as hung."""
+
+    @property
+    def max_tokens(self) -> int:
+        """Most tokens of a packed micro-batch, over the ranks that share it."""
+        return self.max_tokens_per_gpu * self.context_parallel_size
 
     @model_validator(mode="after")
     def _schedule_falls(self) -> "TrainConfig":
@@ -281,6 +288,12 @@ class RunConfig(Section):
     def _rollouts_ahead_agree(self) -> "RunConfig":
         check_ahead(self)
         check_transport(self)
+        if self.world_size % self.train.context_parallel_size:
+            raise ValueError(
+                f"train.context_parallel_size = {self.train.context_parallel_size} does not divide "
+                f"the trainer's {self.world_size} ranks (cluster.actor_num_nodes x "
+                "cluster.actor_num_gpus_per_node)"
+            )
         return self
 
     @model_validator(mode="after")

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from itertools import islice
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from rlcore.algorithms.kl import kl_estimate
@@ -31,6 +30,7 @@ from rlcore.algorithms.returns import (
 from rlcore.config.tree import AlgorithmConfig
 from rlcore.train.custom import Functions, Given
 from rlcore.train.fsdp.responses import Responses
+from rlcore.train.ranks import Ranks
 
 
 @dataclass
@@ -126,9 +126,19 @@ class MicroBatch:
 
 
 def spread_advantages(
-    steps: Sequence[Sequence[MicroBatch]], algorithm: AlgorithmConfig, own: Functions | None = None
+    steps: Sequence[Sequence[MicroBatch]],
+    algorithm: AlgorithmConfig,
+    ranks: Ranks,
+    own: Functions | None = None,
 ) -> None:
-    """Set the token advantages of all micro-batches; formulas in `rlcore.algorithms.returns`."""
+    """Set the token advantages of all micro-batches; formulas in `rlcore.algorithms.returns`.
+
+    Args:
+        steps: of the batch.
+        algorithm: the settings.
+        ranks: that the batch is dealt out to.
+        own: functions of one's own.
+    """
     micros = [micro for step in steps for micro in step]
     by_function = own is not None and "advantage" in own
     for micro in micros:
@@ -144,7 +154,7 @@ def spread_advantages(
             advantages = penalised(micro.advantages, micro.behind, algorithm.opd_kl_coef)
             micro.advantages = advantages.float()
     if algorithm.whitens:
-        _whiten(micros)
+        _whiten(micros, ranks)
 
 
 def _estimate_kl(micro: MicroBatch, algorithm: AlgorithmConfig) -> None:
@@ -199,16 +209,16 @@ def _of_one(micro: MicroBatch, algorithm: AlgorithmConfig) -> Tensor:
     return micro.advantages
 
 
-def _whiten(micros: Sequence[MicroBatch]) -> None:
+def _whiten(micros: Sequence[MicroBatch], ranks: Ranks) -> None:
     masks = [micro.pick("loss_mask") for micro in micros]
     pairs = [(micro.advantages, mask) for micro, mask in zip(micros, masks, strict=True)]
     top = torch.tensor(max((largest(*pair) for pair in pairs), default=-torch.inf))
     top = top.double()
-    dist.all_reduce(top, op=dist.ReduceOp.MAX)
+    ranks.maximum(top)
     shift = float(top)
     sums = torch.zeros(3, dtype=torch.float64)
     for pair in pairs:
         sums += moments(*pair, shift).sums.cpu()
-    dist.all_reduce(sums, op=dist.ReduceOp.SUM)
+    ranks.add(sums)
     for micro, mask in zip(micros, masks, strict=True):
         micro.advantages = whiten(micro.advantages, mask, Moments(shift, sums)).float()

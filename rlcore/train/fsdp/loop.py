@@ -55,6 +55,7 @@ from rlcore.train.fsdp.critic import TrainedCritic
 from rlcore.train.fsdp.means import LOG_PROBS, throughput, token_mean, token_means
 from rlcore.train.fsdp.model import Policy
 from rlcore.train.fsdp.optimizer import ShardedAdamW, clip_scale
+from rlcore.train.ranks import Ranks
 from rlcore.train.trainer import TrainBatch, TrainStep
 
 GAP_PREFIX = "train_rollout_"
@@ -139,6 +140,8 @@ class Models:
     policy: Policy
     optimizer: ShardedAdamW
     """Of the policy."""
+    ranks: Ranks = field(default_factory=Ranks)
+    """That the batch is dealt out to."""
     critic: TrainedCritic | None = None
     reference: Scores | None = None
     """The starting model, where a divergence from it is asked for."""
@@ -158,6 +161,7 @@ class BatchLoop:
     ) -> None:
         self._models = models
         self._policy = models.policy
+        self._ranks = models.ranks
         self._optimizer = models.optimizer
         self._critic = models.critic
         self._settings = settings
@@ -231,10 +235,10 @@ class BatchLoop:
         self._policy.expert_load.reset()
         steps = [self._prepare(step) for step in self._batch.steps]
         gap = self._score_ahead(steps)
-        spread_advantages(steps, self._settings.algorithm, self._own)
+        spread_advantages(steps, self._settings.algorithm, self._ranks, self._own)
         if self._supervised:
             return steps, gap, {}
-        return steps, gap, token_means(steps, own_old=not self._old_from_rollout)
+        return steps, gap, token_means(steps, self._ranks, own_old=not self._old_from_rollout)
 
     def _prepare(self, step: TrainStep) -> list[MicroBatch]:
         """The step's micro-batches on the device."""
@@ -286,7 +290,7 @@ class BatchLoop:
             micro.old = self._score(self._policy, micro)[0]
             if self._batch.rollout_log_probs:
                 parts.append(self._gap(micro, micro.old))
-        return _over_ranks(merge_metrics(parts))
+        return self._over_ranks(merge_metrics(parts))
 
     def _score(self, model: Scores, micro: MicroBatch) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies at the trained positions, at the rollout's temperature."""
@@ -316,7 +320,7 @@ class BatchLoop:
                 parts.append(Metrics({LOG_PROBS: token_mean(micro, log_probs)}))
                 if self._batch.rollout_log_probs:
                     parts.append(self._gap(micro, log_probs))
-        metrics = _over_ranks(self._complete(merge_metrics(parts)))
+        metrics = self._over_ranks(self._complete(merge_metrics(parts)))
         if self._supervised:
             metrics["perplexity"] = perplexity(metrics["loss"])
         return metrics | {"loss": metrics["loss"] * scale}
@@ -397,12 +401,30 @@ class BatchLoop:
         """
         if not self._own.see_tokens:
             return metrics
-        names: list[list[str]] = [[]] * dist.get_world_size()
-        dist.all_gather_object(names, list(metrics.means))
+        names: list[list[str]] = self._ranks.gather(list(metrics.means))
         zero = next(iter(metrics.means.values())).new_zeros(())
         return Metrics(
             {name: zero for one in names for name in one} | metrics.means, metrics.maxima
         )
+
+    def _over_ranks(self, metrics: Metrics) -> Scalars:
+        """Metrics of the whole step as numbers, the same on every rank."""
+        out: Scalars = {}
+        for values, reduce in (
+            (metrics.means, self._ranks.add),
+            (metrics.maxima, self._ranks.maximum),
+        ):
+            if not (names := sorted(values)):
+                continue
+            stacked = torch.stack([values[name].detach().double() for name in names])
+            reduce(stacked)
+            out |= dict(zip(names, stacked.tolist(), strict=True))
+        if "entropy_loss" in out:
+            out["entropy"] = out.pop("entropy_loss")
+        if "effect" in out:
+            share = effective_share(out.pop("effect"), out.pop("effect_square"))
+            out["effective_sample_size"] = share
+        return out
 
     def _critic_forward_backward(self, step: Sequence[MicroBatch]) -> Scalars:
         """The critic's gradients of the step, and its metrics over all ranks; none without one."""
@@ -421,7 +443,7 @@ class BatchLoop:
             out = value_loss(inputs, self._settings.algorithm.value_clip)
             (out.loss * dist.get_world_size()).backward()
             parts.append(out.metrics)
-        return _over_ranks(merge_metrics(parts))
+        return self._over_ranks(merge_metrics(parts))
 
     def _learners(self) -> dict[str, tuple[ShardedAdamW, Callable[[int], float]]]:
         """What is trained on this batch, with its learning rate, by the prefix of its metrics."""
@@ -440,6 +462,7 @@ class BatchLoop:
             self._batch,
             ModelShape.of(self._policy.lm.config),
             self._clock.seconds,
+            self._ranks,
             passes=sum(costs[name] for name in self._learners()),
             all_logits="loss" in self._own,
         )
@@ -497,23 +520,6 @@ class BatchLoop:
             "nothing was trained. Check that the engine has the trainer's weights and precision, "
             "or raise the limit"
         )
-
-
-def _over_ranks(metrics: Metrics) -> Scalars:
-    """Metrics of the whole step as numbers, the same on every rank."""
-    out: Scalars = {}
-    for values, op in ((metrics.means, dist.ReduceOp.SUM), (metrics.maxima, dist.ReduceOp.MAX)):
-        if not (names := sorted(values)):
-            continue
-        stacked = torch.stack([values[name].detach().double() for name in names])
-        dist.all_reduce(stacked, op=op)
-        out |= dict(zip(names, stacked.tolist(), strict=True))
-    if "entropy_loss" in out:
-        out["entropy"] = out.pop("entropy_loss")
-    if "effect" in out:
-        share = effective_share(out.pop("effect"), out.pop("effect_square"))
-        out["effective_sample_size"] = share
-    return out
 
 
 def _over_steps(reports: Sequence[Scalars]) -> Scalars:

@@ -18,6 +18,7 @@ from torch import Tensor
 from rlcore.algorithms.flops import ModelShape, forward_flops
 from rlcore.algorithms.metrics import masked
 from rlcore.train.fsdp.credit import MicroBatch
+from rlcore.train.ranks import Ranks
 from rlcore.train.trainer import TrainBatch
 
 LOG_PROBS = "rollout/log_probs"
@@ -29,11 +30,14 @@ def token_mean(micro: MicroBatch, values: Tensor) -> Tensor:
     return (masked(values.detach(), micro.pick("loss_mask")) * micro.pick("loss_weights")).sum()
 
 
-def token_means(steps: Sequence[Sequence[MicroBatch]], *, own_old: bool) -> dict[str, float]:
+def token_means(
+    steps: Sequence[Sequence[MicroBatch]], ranks: Ranks, *, own_old: bool
+) -> dict[str, float]:
     """Means of all that is known of the tokens.
 
     Args:
         steps: of the batch, the same number on all ranks.
+        ranks: that the batch is dealt out to.
         own_old: whether old log-probs are the trainer's own, not the engine's.
     """
     sums: dict[str, Tensor] = {}
@@ -44,7 +48,7 @@ def token_means(steps: Sequence[Sequence[MicroBatch]], *, own_old: bool) -> dict
     if not sums:
         return {}
     total = torch.stack(list(sums.values())) / len(steps)
-    dist.all_reduce(total)
+    ranks.add(total)
     return dict(zip(sums, total.tolist(), strict=True))
 
 
@@ -70,6 +74,7 @@ def throughput(
     batch: TrainBatch,
     shape: ModelShape,
     seconds: dict[str, float],
+    ranks: Ranks,
     *,
     passes: int,
     all_logits: bool,
@@ -83,6 +88,7 @@ def throughput(
         batch: this rank's share.
         shape: of the model.
         seconds: by phase, as the loop names them.
+        ranks: that the batch is dealt out to.
         passes: that training is worth, in forward passes of the model.
         all_logits: whether the output layer is applied at all tokens.
     """
@@ -97,14 +103,14 @@ def throughput(
         ),
         dtype=torch.float64,
     )
-    dist.all_reduce(flops)
-    ranks = dist.get_world_size()
-    each = flops.item() / ranks / 1e12
+    ranks.add(flops)
+    world = dist.get_world_size()
+    each = flops.item() / world / 1e12
     out = {
         "perf/actor_train_time": train,
         "perf/actor_train_tflops": passes * each / train,
         "perf/actor_train_tok_per_s": batch.tokens / train,
-        "perf/actor_train_tokens_per_gpu_per_sec": batch.tokens / train / ranks,
+        "perf/actor_train_tokens_per_gpu_per_sec": batch.tokens / train / world,
     }
     for name in ("log_probs", "ref_log_probs"):
         if taken := seconds.get(f"seconds_{name}"):

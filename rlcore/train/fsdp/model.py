@@ -43,6 +43,13 @@ from rlcore.images.model import (
 )
 from rlcore.images.trial import trial
 from rlcore.train.fsdp.attention import ATTENTION, SequenceLayout, register
+from rlcore.train.fsdp.context import (
+    CONTEXT_ATTENTION,
+    Context,
+    ContextLayout,
+    Share,
+    register_context,
+)
 from rlcore.train.fsdp.experts import ExpertLoad
 from rlcore.train.trainer import DType
 from rlcore.weights.experts import by_expert, is_stacked
@@ -54,16 +61,18 @@ PROBE_TOLERANCE = 1e-3
 class Policy(nn.Module):
     """A causal language model, which may see images, from token ids to log-probs."""
 
-    def __init__(self, lm: Any) -> None:
+    def __init__(self, lm: Any, context: Context | None = None) -> None:
+        """`context`: the ranks that share each micro-batch, where they do."""
         super().__init__()
         self.lm = lm
         self.expert_load = ExpertLoad(lm)
+        self.context = context
 
     def forward(
         self,
         input_ids: Tensor,
         position_ids: Tensor,
-        layout: SequenceLayout,
+        layout: SequenceLayout | ContextLayout,
         rows: Tensor,
         targets: Tensor | None,
         temperature: float,
@@ -89,6 +98,9 @@ class Policy(nn.Module):
 
     def score(self, batch: PackedBatch, rows: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         """`forward` of a packed micro-batch that is on the model's device; `rows` likewise."""
+        if self.context is not None:
+            share = self._share(self.context, batch, rows)
+            return self._score_share(share, batch.targets, temperature)
         layout = SequenceLayout.of(batch.lengths, batch.input_ids.device)
         targets = batch.targets.index_select(0, rows)
         return cast(
@@ -104,10 +116,33 @@ class Policy(nn.Module):
             ),
         )
 
+    def _share(self, context: Context, batch: PackedBatch, rows: Tensor) -> Share:
+        share = context.share(batch, rows)
+        self.expert_load.first = share.real
+        return share
+
+    def _score_share(
+        self, share: Share, targets: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        """The same by all ranks of a context, each of its share."""
+        log_probs, entropy = self(
+            share.input_ids,
+            share.position_ids,
+            share.layout,
+            share.rows,
+            share.of(targets),
+            temperature,
+        )
+        return share.gather(log_probs), share.gather(entropy)
+
     def logits(self, batch: PackedBatch) -> Tensor:
         """Logits [T, V] at all positions of a packed micro-batch, all of them at once."""
-        layout = SequenceLayout.of(batch.lengths, batch.input_ids.device)
         rows = torch.arange(len(batch.input_ids), device=batch.input_ids.device)
+        if self.context is not None:
+            share = self._share(self.context, batch, rows)
+            own = self(share.input_ids, share.position_ids, share.layout, share.rows, None, 1.0)
+            return share.gather(own[0])
+        layout = SequenceLayout.of(batch.lengths, batch.input_ids.device)
         found = self(batch.input_ids, batch.position_ids, layout, rows, None, 1.0, batch.images)
         return cast(Tensor, found[0])
 
@@ -124,7 +159,7 @@ def hidden_states(
     base: Any,
     input_ids: Tensor,
     position_ids: Tensor,
-    layout: SequenceLayout,
+    layout: SequenceLayout | ContextLayout,
     images: PackedImages | None,
 ) -> Tensor:
     """[T, hidden] of a packed micro-batch by a model without its output layer.
@@ -150,9 +185,19 @@ def hidden_states(
 
 
 def load_policy(
-    folder: Path, *, trust_remote_code: bool = False, checkpointing: bool = False
+    folder: Path,
+    *,
+    trust_remote_code: bool = False,
+    checkpointing: bool = False,
+    context: Context | None = None,
 ) -> Policy:
     """Read a Hugging Face folder into float32 parameters on the CPU.
+
+    Args:
+        folder: of the model.
+        trust_remote_code: run code that comes with it.
+        checkpointing: compute activations again in backward.
+        context: the ranks that share each micro-batch; all of them load.
 
     Raises:
         ConfigError: the folder is no causal language model, lacks weights, or is one that this
@@ -161,6 +206,7 @@ def load_policy(
     from transformers.utils.logging import disable_progress_bar
 
     register()
+    register_context()
     disable_progress_bar()
     if not (folder / "config.json").is_file():
         raise ConfigError(
@@ -193,7 +239,12 @@ def load_policy(
         if isinstance(module, nn.Dropout):
             module.p = 0.0
     lm.config.use_cache = False
-    policy = Policy(lm)
+    if context is not None and sees(lm.base_model):
+        raise ConfigError(
+            f"model.path: {folder} sees images, whose tokens train.context_parallel_size = "
+            f"{context.size} does not split; set it to 1"
+        )
+    policy = Policy(lm, context)
     _probe(policy, folder)
     if checkpointing:
         # Under its old name in transformers 5.12; neither re-enters autograd by default.
@@ -269,7 +320,7 @@ def _probe(policy: Policy, folder: Path) -> None:
         lm(input_ids=torch.tensor([s.tokens]), use_cache=False, **more).logits[0].log_softmax(-1)
         for s, more in given
     ]
-    attend(lm, ATTENTION)
+    attend(lm, ATTENTION if policy.context is None else CONTEXT_ATTENTION)
     packed = pack([s for s, _ in given], Totals(0, 0), "token_mean")
     wanted, targets = torch.cat(expected).float().min(-1)
     got, _ = policy.score(replace(packed, targets=targets), torch.arange(len(targets)), 1.0)

@@ -23,12 +23,14 @@ from rlcore.images.model import blocks
 from rlcore.images.processor import ImageProcessor, takes_images
 from rlcore.train.custom import Functions
 from rlcore.train.fsdp import state
+from rlcore.train.fsdp.context import Context
 from rlcore.train.fsdp.critic import TrainedCritic, load_critic
 from rlcore.train.fsdp.loop import BatchLoop, LoopSettings, Models
 from rlcore.train.fsdp.lora import Adapters, WithoutAdapters
 from rlcore.train.fsdp.model import Policy, current_device, load_policy, shard
 from rlcore.train.fsdp.optimizer import ShardedAdamW, learning_rate
 from rlcore.train.fsdp.shards import ShardWriter
+from rlcore.train.ranks import Ranks
 from rlcore.train.trainer import (
     DType,
     Lora,
@@ -71,6 +73,11 @@ class FsdpTrainer:
         self._lora = lora
         self._device = current_device(device)
         self._mesh = init_device_mesh(device, (dist.get_world_size(),))
+        self._context: Context | None = None
+        self.ranks = Ranks()
+        """That a batch is dealt out to."""
+        if train.context_parallel_size > 1:
+            self._context, self.ranks = Context.of(train.context_parallel_size)
         self._folder: Path | None = None
         self._names: dict[str, str] = {}
         self.images: ImageProcessor | None = None
@@ -140,6 +147,7 @@ class FsdpTrainer:
             folder,
             trust_remote_code=self._trust_remote_code,
             checkpointing=trained and self._train.gradient_checkpointing,
+            context=self._context,
         )
         if not trained:
             policy.requires_grad_(False)
@@ -211,6 +219,7 @@ class FsdpTrainer:
             self._seed,
             trust_remote_code=self._trust_remote_code,
             checkpointing=self._train.gradient_checkpointing,
+            context=self._context,
         )
         shard(critic, blocks(critic.body), self._mesh, self._train.precision)
         return TrainedCritic(critic, ShardedAdamW(list(critic.weights()), self._critic_train))
@@ -277,6 +286,7 @@ class FsdpTrainer:
         models = Models(
             policy,
             optimizer,
+            ranks=self.ranks,
             critic=self._critic if algorithm.has_critic else None,
             reference=self._reference_of(policy),
             teacher=self._teacher if algorithm.opd_teacher_load else None,
@@ -299,10 +309,10 @@ class FsdpTrainer:
         return out
 
     def _cut(self, sequences: list[list[int]]) -> Iterator[list[list[int]]]:
-        """Runs of sequences with at most `max_tokens_per_gpu` tokens, or a single longer one."""
+        """Runs of sequences that fit into a micro-batch, or a single longer one."""
         part: list[list[int]] = []
         for ids in sequences:
-            if part and sum(map(len, part)) + len(ids) > self._train.max_tokens_per_gpu:
+            if part and sum(map(len, part)) + len(ids) > self._train.max_tokens:
                 yield part
                 part = []
             part.append(ids)
