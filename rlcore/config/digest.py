@@ -44,6 +44,7 @@ NEWER: tuple[tuple[str, str, Any], ...] = (
     ("weights", "custom_update_weight_post_write_path", None),
     ("weights", "delta_base_interval", 20),
     ("train", "context_parallel_size", 1),
+    ("train", "deterministic", False),
 )
 """Settings at values that are left out, so that runs of older releases keep their digests."""
 NEWER_SECTIONS = frozenset({"compat"})

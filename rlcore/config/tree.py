@@ -27,6 +27,7 @@ from rlcore.config.data import DataConfig as DataConfig
 from rlcore.config.data import EvalConfig as EvalConfig
 from rlcore.config.data import EvalDataset as EvalDataset
 from rlcore.config.model import ModelConfig as ModelConfig
+from rlcore.config.on_policy import check_kernels_agree
 from rlcore.config.reward import NO_REWARD
 from rlcore.config.reward import JudgeConfig as JudgeConfig
 from rlcore.config.reward import RewardConfig as RewardConfig
@@ -129,6 +130,8 @@ class TrainConfig(Section):
     """Recompute activations in backward to save memory."""
     optimizer_cpu_offload: bool = False
     """Keep AdamW's moments in the CPU's memory, and take its steps there."""
+    deterministic: bool = False
+    """On GPUs: kernels of trainer and SGLang that give the same bits each time, and are slower."""
     deadline_s: Annotated[float, Field(gt=0)] = 3600.0
     """Seconds after which a training step counts as hung."""
 
@@ -437,6 +440,8 @@ class RunConfig(Section):
                 "algorithm.true_on_policy_mode = true, but the policy that is trained is not the "
                 f"one that sampled with {other}"
             )
+        if self.is_on_policy_by_kernels:
+            check_kernels_agree(self)
         if algorithm.use_opsm and steps == 1 and not algorithm.use_rollout_logprobs:
             raise ValueError(
                 "algorithm.use_opsm = true has no effect with train.num_steps_per_rollout = 1, "
@@ -530,6 +535,11 @@ class RunConfig(Section):
         return self.rollout.num_engines or (
             self.cluster.rollout_num_gpus // self.cluster.rollout_num_gpus_per_engine
         )
+
+    @property
+    def is_on_policy_by_kernels(self) -> bool:
+        """Whether the trainer computes as SGLang does, operation by operation."""
+        return self.algorithm.true_on_policy_mode and self.rollout.engine == "sglang"
 
     @property
     def world_size(self) -> int:

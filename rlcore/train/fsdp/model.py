@@ -51,6 +51,7 @@ from rlcore.train.fsdp.context import (
     register_context,
 )
 from rlcore.train.fsdp.experts import ExpertLoad
+from rlcore.train.fsdp.on_policy import engine_log_probs
 from rlcore.train.trainer import DType
 from rlcore.weights.experts import by_expert, is_stacked
 
@@ -67,6 +68,8 @@ class Policy(nn.Module):
         self.lm = lm
         self.expert_load = ExpertLoad(lm)
         self.context = context
+        self.as_sglang = False
+        """Whether it computes what SGLang does; see `rlcore.train.fsdp.on_policy`."""
 
     def forward(
         self,
@@ -92,8 +95,10 @@ class Policy(nn.Module):
         decoded = hidden_states(self.lm.base_model, input_ids, position_ids, layout, images)
         hidden = decoded.index_select(0, rows)
         weight = self.lm.get_output_embeddings().weight
+        if self.as_sglang and targets is not None:
+            return engine_log_probs(hidden, weight, targets, temperature)
         if targets is None:
-            return (hidden @ weight.t()).float(), None
+            return (hidden.to(weight.dtype) @ weight.t()).float(), None
         return chunked_log_probs(hidden, weight, targets, temperature)
 
     def score(self, batch: PackedBatch, rows: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
@@ -259,7 +264,12 @@ def shard(
 ) -> None:
     """Apply FSDP2 to each decoder layer and the rest; moves the parameters to the mesh's device."""
     dtype = torch.bfloat16 if precision == "bfloat16" else None
-    mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None)
+    mixed = MixedPrecisionPolicy(
+        param_dtype=dtype,
+        reduce_dtype=torch.float32 if dtype else None,
+        # Between layers such a model holds float32.
+        cast_forward_inputs=not getattr(module, "as_sglang", False),
+    )
     for layer in layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=True, mp_policy=mixed)
     fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=mixed)

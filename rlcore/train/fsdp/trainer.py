@@ -28,6 +28,7 @@ from rlcore.train.fsdp.critic import TrainedCritic, load_critic
 from rlcore.train.fsdp.loop import BatchLoop, LoopSettings, Models
 from rlcore.train.fsdp.lora import Adapters, WithoutAdapters
 from rlcore.train.fsdp.model import Policy, current_device, load_policy, shard
+from rlcore.train.fsdp.on_policy import compute_as_sglang
 from rlcore.train.fsdp.optimizer import ShardedAdamW, learning_rate
 from rlcore.train.fsdp.shards import ShardWriter
 from rlcore.train.ranks import Ranks
@@ -59,9 +60,17 @@ class FsdpTrainer:
         device: str,
         trust_remote_code: bool = False,
         lora: Lora | None = None,
+        as_sglang: bool = False,
     ) -> None:
-        """`temperature` is the rollout's; `device` is `cpu` or `cuda` (this process's current
-        one).
+        """
+        Args:
+            train, algorithm: the settings.
+            temperature: of the rollout.
+            seed: of the run.
+            device: `cpu` or `cuda` (this process's current one).
+            trust_remote_code: run code that comes with a model.
+            lora: adapters in place of the weights.
+            as_sglang: compute what SGLang does, operation by operation.
         """
         self.loaded: str | None = None
         self.dirty = False
@@ -71,6 +80,7 @@ class FsdpTrainer:
         self._seed = seed
         self._trust_remote_code = trust_remote_code
         self._lora = lora
+        self._as_sglang = as_sglang
         self._device = current_device(device)
         self._mesh = init_device_mesh(device, (dist.get_world_size(),))
         self._context: Context | None = None
@@ -149,6 +159,9 @@ class FsdpTrainer:
             checkpointing=trained and self._train.gradient_checkpointing,
             context=self._context,
         )
+        if self._as_sglang:
+            compute_as_sglang(policy.lm, cuda=self._device.type == "cuda")
+            policy.as_sglang = True
         if not trained:
             policy.requires_grad_(False)
         elif self._lora is not None:
