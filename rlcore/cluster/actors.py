@@ -244,6 +244,7 @@ async def start_trainer(plan: FleetPlan, placement: Placement, number: int) -> T
             scratch=str(plan.scratch),
             trust_remote_code=config.model.trust_remote_code,
             lora=Lora.of(config.model),
+            as_sglang=config.is_on_policy_by_kernels,
             timeout_s=config.train.deadline_s,
             replays_experts=config.rollout.use_rollout_routing_replay,
             slime=slime_args_of(config),

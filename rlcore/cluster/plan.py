@@ -7,6 +7,7 @@ from rlcore.cluster.engine_actor import EngineSpec
 from rlcore.cluster.rollout_plan import RolloutPlan
 from rlcore.config import RunConfig, config_digest
 from rlcore.config.engines import tensor_parallel
+from rlcore.config.section import Scalar
 from rlcore.slime.compat.attributes import slime_args_of
 from rlcore.starting_model import model_digest, model_path
 from rlcore.store.credentials import all_options
@@ -82,9 +83,19 @@ def engine_spec(plan: FleetPlan) -> EngineSpec:
         check_interval_s=rollout.health_check_interval_s,
         check_timeout_s=rollout.health_check_timeout_s,
         releases_memory=plan.config.offloads_rollout,
-        sglang=plan.config.sglang,
+        sglang=_engine_numerics(plan.config) | plan.config.sglang,
         mirror=_mirror_spec(plan) if plan.config.weights.transport == "delta" else None,
     )
+
+
+def _engine_numerics(config: RunConfig) -> dict[str, Scalar]:
+    """SGLang's settings that go with those of the trainer; the configuration's own come first."""
+    own: dict[str, Scalar] = {}
+    if config.train.deterministic or config.is_on_policy_by_kernels:
+        own["enable_deterministic_inference"] = True
+    if config.is_on_policy_by_kernels:
+        own |= {"rl_on_policy_target": "fsdp", "attention_backend": "fa3"}
+    return own
 
 
 def _mirror_spec(plan: FleetPlan) -> MirrorSpec:

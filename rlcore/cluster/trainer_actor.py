@@ -32,6 +32,7 @@ from rlcore.starting_model import prepare_model
 from rlcore.store.files import download_folder, file_ref, upload_file, upload_folder
 from rlcore.store.manifest import FileRef
 from rlcore.store.objects import Objects
+from rlcore.train.determinism import make_deterministic
 from rlcore.train.make import make_trainer
 from rlcore.train.trainer import DType, Lora, StateDigest, TrainReport
 from rlcore.weights.sync import SyncReport, SyncSpec, WeightSync
@@ -66,6 +67,8 @@ class TrainerSpec:
     """Local folder for what is on its way to or from the store."""
     trust_remote_code: bool = False
     lora: Lora | None = None
+    as_sglang: bool = False
+    """Compute what SGLang does, operation by operation."""
     timeout_s: float = 3600.0
     """Seconds after which a collective counts as hung."""
     replays_experts: bool = False
@@ -102,6 +105,8 @@ class TrainerActor:
         if spec.device == "cpu":
             # More threads than cores make a step fifty times slower, and their sums differ.
             torch.set_num_threads(1)
+        if spec.train.deterministic:
+            make_deterministic()
         slime.activate(spec.slime)
         self._lines = Lines()
         self._spec = spec
@@ -396,6 +401,7 @@ class TrainerActor:
                 trust_remote_code=spec.trust_remote_code,
                 lora=spec.lora,
                 megatron=spec.megatron,
+                as_sglang=spec.as_sglang,
             )
         return self._trainer
 

@@ -60,6 +60,8 @@ NEWER: tuple[tuple[str, str, Any], ...] = (
     ("train", "use_routing_replay", False),
     ("rollout", "use_rollout_routing_replay", False),
     ("rollout", "hf_checkpoint", None),
+    ("train", "context_parallel_size", 1),
+    ("train", "deterministic", False),
 )
 """Settings at values that are left out, so that runs of older releases keep their digests."""
 NEWER_SECTIONS = frozenset({"compat", "megatron"})

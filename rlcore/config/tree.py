@@ -28,6 +28,7 @@ from rlcore.config.data import EvalConfig as EvalConfig
 from rlcore.config.data import EvalDataset as EvalDataset
 from rlcore.config.engines import check_engines
 from rlcore.config.model import ModelConfig as ModelConfig
+from rlcore.config.on_policy import check_kernels_agree
 from rlcore.config.reward import NO_REWARD
 from rlcore.config.reward import JudgeConfig as JudgeConfig
 from rlcore.config.reward import RewardConfig as RewardConfig
@@ -124,6 +125,8 @@ class TrainConfig(Section):
     """Precision of forward and backward; the master weights stay float32."""
     max_tokens_per_gpu: PositiveInt = 8192
     """Most tokens of a packed micro-batch on one rank."""
+    context_parallel_size: PositiveInt = 1
+    """Ranks that share the tokens of each micro-batch, for sequences too long for one."""
     gradient_checkpointing: bool = False
     """Recompute activations in backward to save memory."""
     torch_compile: bool = True
@@ -132,8 +135,15 @@ class TrainConfig(Section):
     """Keep AdamW's moments in the CPU's memory, and take its steps there."""
     use_routing_replay: bool = False
     """Train each token through the experts that were chosen when its old log-prob was computed."""
+    deterministic: bool = False
+    """On GPUs: kernels of trainer and SGLang that give the same bits each time, and are slower."""
     deadline_s: Annotated[float, Field(gt=0)] = 3600.0
     """Seconds after which a training step counts as hung."""
+
+    @property
+    def max_tokens(self) -> int:
+        """Most tokens of a packed micro-batch, over the ranks that share it."""
+        return self.max_tokens_per_gpu * self.context_parallel_size
 
     @model_validator(mode="after")
     def _schedule_falls(self) -> "TrainConfig":
@@ -302,6 +312,12 @@ class RunConfig(Section):
     def _rollouts_ahead_agree(self) -> "RunConfig":
         check_ahead(self)
         check_transport(self)
+        if self.world_size % self.train.context_parallel_size:
+            raise ValueError(
+                f"train.context_parallel_size = {self.train.context_parallel_size} does not divide "
+                f"the trainer's {self.world_size} ranks (cluster.actor_num_nodes x "
+                "cluster.actor_num_gpus_per_node)"
+            )
         return self
 
     @model_validator(mode="after")
@@ -445,6 +461,8 @@ class RunConfig(Section):
                 "algorithm.true_on_policy_mode = true, but the policy that is trained is not the "
                 f"one that sampled with {other}"
             )
+        if self.is_on_policy_by_kernels:
+            check_kernels_agree(self)
         if algorithm.use_opsm and steps == 1 and not algorithm.use_rollout_logprobs:
             raise ValueError(
                 "algorithm.use_opsm = true has no effect with train.num_steps_per_rollout = 1, "
@@ -570,6 +588,11 @@ class RunConfig(Section):
         return self.rollout.num_engines or (
             self.cluster.rollout_num_gpus // self.cluster.rollout_num_gpus_per_engine
         )
+
+    @property
+    def is_on_policy_by_kernels(self) -> bool:
+        """Whether the trainer computes as SGLang does, operation by operation."""
+        return self.algorithm.true_on_policy_mode and self.rollout.engine == "sglang"
 
     @property
     def world_size(self) -> int:

@@ -18,7 +18,7 @@ OPTIONS = {
         *_all(
             LAYOUT,
             "int",
-            "tensor-model-parallel-size pipeline-model-parallel-size context-parallel-size "
+            "tensor-model-parallel-size pipeline-model-parallel-size "
             "expert-model-parallel-size expert-tensor-parallel-size "
             "decoder-first-pipeline-num-layers decoder-last-pipeline-num-layers "
             "num-layers-per-virtual-pipeline-stage",
@@ -29,6 +29,7 @@ OPTIONS = {
             "sequence-parallel use-distributed-optimizer overlap-grad-reduce overlap-param-gather "
             "use-precision-aware-optimizer overlap-cpu-optimizer-d2h-h2d",
         ),
+        Argument("context-parallel-size", "int", Setting("train.context_parallel_size")),
         Argument("optimizer-cpu-offload", "flag", Setting("train.optimizer_cpu_offload")),
         *_all(MEMORY, "str", "recompute-granularity recompute-method"),
         *_all(MEMORY, "int", "recompute-num-layers"),

@@ -144,7 +144,7 @@ TRAIN = (
     flag("fsdp-state-dict-cpu-offload", Held("states are saved shard by shard")),
     flag("fsdp-cpu-offload", Refused("parameters stay on the device")),
     Argument("fsdp-cpu-backend", "str", Held("Gloo", ("gloo",))),
-    flag("deterministic-mode", Held("a run on CPU repeats bit by bit; on GPUs kernels decide")),
+    flag("deterministic-mode", Setting("train.deterministic")),
     flag("reset-optimizer-states", Refused("the optimizer's moments go on from batch to batch")),
     flag("use-stateless-adam", Refused("the optimizer's moments go on from batch to batch")),
     flag("use-gated-attention", Refused(MOVES_WITH_MEGATRON)),

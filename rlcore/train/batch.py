@@ -262,7 +262,7 @@ def _share(
     if count:
         whole = plan(
             trained.lengths,
-            max_tokens=train.max_tokens_per_gpu,
+            max_tokens=train.max_tokens,
             dp_size=world,
             num_steps=min(train.num_steps_per_rollout, len(trained.tokens)),
             executions=trained.executions,

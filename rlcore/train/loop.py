@@ -134,9 +134,9 @@ class BatchLoop:
     ) -> None:
         self._models = models
         self._policy = models.policy
+        self._ranks = models.ranks
         self._optimizer = models.optimizer
         self._critic = models.critic
-        self._ranks = models.ranks
         self._settings = settings
         self._batch = batch
         self._own = own or Functions(settings.algorithm, settings.temperature)

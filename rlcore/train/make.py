@@ -15,6 +15,7 @@ def make_trainer(
     algorithm: AlgorithmConfig,
     *,
     megatron: Mapping[str, Scalar],
+    as_sglang: bool = False,
     **more: Any,
 ) -> Trainer:
     """One rank of a trainer, with no model yet.
@@ -22,6 +23,7 @@ def make_trainer(
     Args:
         train, algorithm: settings.
         megatron: settings by megatron-core's names.
+        as_sglang: compute what SGLang does, operation by operation; for the backend `fsdp`.
         more: what every trainer takes beside.
 
     Raises:
@@ -30,7 +32,7 @@ def make_trainer(
     if train.backend == "fsdp":
         from rlcore.train.fsdp.trainer import FsdpTrainer
 
-        return FsdpTrainer(train, algorithm, **more)
+        return FsdpTrainer(train, algorithm, as_sglang=as_sglang, **more)
     try:
         from rlcore.train.megatron.trainer import MegatronTrainer
     except ModuleNotFoundError as error:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from rlcore.algorithms.packing import PackedBatch, PackedImages
 from rlcore.train.fsdp.attention import SequenceLayout
+from rlcore.train.fsdp.context import Context, ContextLayout
 from rlcore.train.fsdp.model import hidden_states, load_policy
 from rlcore.train.fsdp.optimizer import ShardedAdamW
 
@@ -27,8 +28,10 @@ HEAD_STD = 0.02
 class Critic(nn.Module):
     """A decoder from token ids to values."""
 
-    def __init__(self, lm: Any, seed: int) -> None:
+    def __init__(self, lm: Any, seed: int, context: Context | None = None) -> None:
+        """`context`: the ranks that share each micro-batch, where they do."""
         super().__init__()
+        self.context = context
         self.body = lm.base_model
         self.head = nn.Linear(lm.get_output_embeddings().weight.shape[1], 1)
         with torch.no_grad():
@@ -40,7 +43,7 @@ class Critic(nn.Module):
         self,
         input_ids: Tensor,
         position_ids: Tensor,
-        layout: SequenceLayout,
+        layout: SequenceLayout | ContextLayout,
         rows: Tensor,
         images: PackedImages | None = None,
     ) -> Tensor:
@@ -52,6 +55,9 @@ class Critic(nn.Module):
 
     def values(self, batch: PackedBatch, rows: Tensor) -> Tensor:
         """`forward` of a packed micro-batch that is on the model's device; `rows` likewise."""
+        if self.context is not None:
+            share = self.context.share(batch, rows)
+            return share.gather(self(share.input_ids, share.position_ids, share.layout, share.rows))
         layout = SequenceLayout.of(batch.lengths, batch.input_ids.device)
         return cast(Tensor, self(batch.input_ids, batch.position_ids, layout, rows, batch.images))
 
@@ -68,12 +74,22 @@ class TrainedCritic(NamedTuple):
 
 
 def load_critic(
-    folder: Path, seed: int, *, trust_remote_code: bool = False, checkpointing: bool = False
+    folder: Path,
+    seed: int,
+    *,
+    trust_remote_code: bool = False,
+    checkpointing: bool = False,
+    context: Context | None = None,
 ) -> Critic:
     """Read a Hugging Face folder into a critic on the CPU.
 
     Raises:
         ConfigError: as `load_policy`.
     """
-    policy = load_policy(folder, trust_remote_code=trust_remote_code, checkpointing=checkpointing)
-    return Critic(policy.lm, seed).train(policy.training)
+    policy = load_policy(
+        folder,
+        trust_remote_code=trust_remote_code,
+        checkpointing=checkpointing,
+        context=context,
+    )
+    return Critic(policy.lm, seed, context).train(policy.training)

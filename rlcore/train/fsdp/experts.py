@@ -23,6 +23,8 @@ class ExpertLoad:
     """
 
     def __init__(self, lm: nn.Module) -> None:
+        self.first: int | None = None
+        """How many tokens of what passes count: the first ones; None: all."""
         self._counting = False
         self._counts: dict[int, Tensor] = {}
         self._layers = [
@@ -80,7 +82,8 @@ class ExpertLoad:
         def count(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if not self._counting:
                 return
-            chosen = (kwargs["top_k_index"] if "top_k_index" in kwargs else args[1]).flatten()
+            chosen = (kwargs["top_k_index"] if "top_k_index" in kwargs else args[1])[: self.first]
+            chosen = chosen.flatten()
             held = self._counts.setdefault(layer, self._none(layer))
             held.scatter_add_(0, chosen, torch.ones_like(chosen))
 

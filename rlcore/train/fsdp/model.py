@@ -44,7 +44,15 @@ from rlcore.images.model import (
 from rlcore.images.trial import trial
 from rlcore.routing import Routing
 from rlcore.train.fsdp.attention import ATTENTION, SequenceLayout, register
+from rlcore.train.fsdp.context import (
+    CONTEXT_ATTENTION,
+    Context,
+    ContextLayout,
+    Share,
+    register_context,
+)
 from rlcore.train.fsdp.experts import ExpertLoad
+from rlcore.train.fsdp.on_policy import engine_log_probs
 from rlcore.train.offload import own_storages
 from rlcore.train.trainer import DType
 from rlcore.weights.experts import by_expert, is_stacked
@@ -58,17 +66,21 @@ PROBE_TOLERANCE = 1e-3
 class Policy(nn.Module):
     """A causal language model, which may see images, from token ids to log-probs."""
 
-    def __init__(self, lm: Any) -> None:
+    def __init__(self, lm: Any, context: Context | None = None) -> None:
+        """`context`: the ranks that share each micro-batch, where they do."""
         super().__init__()
         self.lm = lm
         self.expert_load = ExpertLoad(lm)
         self.routing = Routing(getattr(decoder(lm.base_model), "layers", ()))
+        self.context = context
+        self.as_sglang = False
+        """Whether it computes what SGLang does; see `rlcore.train.fsdp.on_policy`."""
 
     def forward(
         self,
         input_ids: Tensor,
         position_ids: Tensor,
-        layout: SequenceLayout,
+        layout: SequenceLayout | ContextLayout,
         rows: Tensor,
         targets: Tensor | None,
         temperature: float,
@@ -88,13 +100,18 @@ class Policy(nn.Module):
         decoded = hidden_states(self.lm.base_model, input_ids, position_ids, layout, images)
         hidden = decoded.index_select(0, rows)
         weight = self.lm.get_output_embeddings().weight
+        if self.as_sglang and targets is not None:
+            return engine_log_probs(hidden, weight, targets, temperature)
         if targets is None:
-            return (hidden @ weight.t()).float(), None
+            return (hidden.to(weight.dtype) @ weight.t()).float(), None
         return chunked_log_probs(hidden, weight, targets, temperature)
 
     def score(self, batch: PackedBatch, rows: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         """`forward` of a packed micro-batch that is on the model's device; `rows` likewise."""
         self.routing.give(batch.experts)
+        if self.context is not None:
+            share = self._share(self.context, batch, rows)
+            return self._score_share(share, batch.targets, temperature)
         layout = SequenceLayout.of(batch.lengths, batch.input_ids.device)
         targets = batch.targets.index_select(0, rows)
         return cast(
@@ -110,11 +127,34 @@ class Policy(nn.Module):
             ),
         )
 
+    def _share(self, context: Context, batch: PackedBatch, rows: Tensor) -> Share:
+        share = context.share(batch, rows)
+        self.expert_load.first = share.real
+        return share
+
+    def _score_share(
+        self, share: Share, targets: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        """The same by all ranks of a context, each of its share."""
+        log_probs, entropy = self(
+            share.input_ids,
+            share.position_ids,
+            share.layout,
+            share.rows,
+            share.of(targets),
+            temperature,
+        )
+        return share.gather(log_probs), share.gather(entropy)
+
     def logits(self, batch: PackedBatch) -> Tensor:
         """Logits [T, V] at all positions of a packed micro-batch, all of them at once."""
         self.routing.give(batch.experts)
-        layout = SequenceLayout.of(batch.lengths, batch.input_ids.device)
         rows = torch.arange(len(batch.input_ids), device=batch.input_ids.device)
+        if self.context is not None:
+            share = self._share(self.context, batch, rows)
+            own = self(share.input_ids, share.position_ids, share.layout, share.rows, None, 1.0)
+            return share.gather(own[0])
+        layout = SequenceLayout.of(batch.lengths, batch.input_ids.device)
         found = self(batch.input_ids, batch.position_ids, layout, rows, None, 1.0, batch.images)
         return cast(Tensor, found[0])
 
@@ -146,7 +186,7 @@ def hidden_states(
     base: Any,
     input_ids: Tensor,
     position_ids: Tensor,
-    layout: SequenceLayout,
+    layout: SequenceLayout | ContextLayout,
     images: PackedImages | None,
 ) -> Tensor:
     """[T, hidden] of a packed micro-batch by a model without its output layer.
@@ -172,9 +212,19 @@ def hidden_states(
 
 
 def load_policy(
-    folder: Path, *, trust_remote_code: bool = False, checkpointing: bool = False
+    folder: Path,
+    *,
+    trust_remote_code: bool = False,
+    checkpointing: bool = False,
+    context: Context | None = None,
 ) -> Policy:
     """Read a Hugging Face folder into float32 parameters on the CPU.
+
+    Args:
+        folder: of the model.
+        trust_remote_code: run code that comes with it.
+        checkpointing: compute activations again in backward.
+        context: the ranks that share each micro-batch; all of them load.
 
     Raises:
         ConfigError: the folder is no causal language model, lacks weights, or is one that this
@@ -183,6 +233,7 @@ def load_policy(
     from transformers.utils.logging import disable_progress_bar
 
     register()
+    register_context()
     disable_progress_bar()
     if not (folder / "config.json").is_file():
         raise ConfigError(
@@ -215,7 +266,12 @@ def load_policy(
         if isinstance(module, nn.Dropout):
             module.p = 0.0
     lm.config.use_cache = False
-    policy = Policy(lm)
+    if context is not None and sees(lm.base_model):
+        raise ConfigError(
+            f"model.path: {folder} sees images, whose tokens train.context_parallel_size = "
+            f"{context.size} does not split; set it to 1"
+        )
+    policy = Policy(lm, context)
     _probe(policy, folder)
     if checkpointing:
         # Under its old name in transformers 5.12; neither re-enters autograd by default.
@@ -243,7 +299,12 @@ def shard(
     if mesh.device_type == "cpu":
         own_storages(module)
     dtype = torch.bfloat16 if precision == "bfloat16" else None
-    mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None)
+    mixed = MixedPrecisionPolicy(
+        param_dtype=dtype,
+        reduce_dtype=torch.float32 if dtype else None,
+        # Between layers such a model holds float32.
+        cast_forward_inputs=not getattr(module, "as_sglang", False),
+    )
     for unit in units(layers):
         fully_shard(unit, mesh=mesh, reshard_after_forward=True, mp_policy=mixed)
     fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=mixed)
@@ -320,7 +381,7 @@ def _probe(policy: Policy, folder: Path) -> None:
         lm(input_ids=torch.tensor([s.tokens]), use_cache=False, **more).logits[0].log_softmax(-1)
         for s, more in given
     ]
-    attend(lm, ATTENTION)
+    attend(lm, ATTENTION if policy.context is None else CONTEXT_ATTENTION)
     packed = pack([s for s, _ in given], Totals(0, 0), "token_mean")
     wanted, targets = torch.cat(expected).float().min(-1)
     got, _ = policy.score(replace(packed, targets=targets), torch.arange(len(targets)), 1.0)

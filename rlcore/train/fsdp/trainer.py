@@ -24,6 +24,7 @@ from rlcore.images.processor import ImageProcessor, takes_images
 from rlcore.train.backend import Critic, Models
 from rlcore.train.custom import Functions
 from rlcore.train.fsdp import state
+from rlcore.train.fsdp.context import Context
 from rlcore.train.fsdp.critic import TrainedCritic, load_critic
 from rlcore.train.fsdp.lora import Adapters, WithoutAdapters
 from rlcore.train.fsdp.model import (
@@ -33,6 +34,7 @@ from rlcore.train.fsdp.model import (
     load_policy,
     shard,
 )
+from rlcore.train.fsdp.on_policy import compute_as_sglang
 from rlcore.train.fsdp.optimizer import ShardedAdamW
 from rlcore.train.fsdp.passes import CriticPasses, Passes, Scorer
 from rlcore.train.fsdp.shards import ShardWriter
@@ -68,9 +70,17 @@ class FsdpTrainer:
         device: str,
         trust_remote_code: bool = False,
         lora: Lora | None = None,
+        as_sglang: bool = False,
     ) -> None:
-        """`temperature` is the rollout's; `device` is `cpu` or `cuda` (this process's current
-        one).
+        """
+        Args:
+            train, algorithm: the settings.
+            temperature: of the rollout.
+            seed: of the run.
+            device: `cpu` or `cuda` (this process's current one).
+            trust_remote_code: run code that comes with a model.
+            lora: adapters in place of the weights.
+            as_sglang: compute what SGLang does, operation by operation.
         """
         self.loaded: str | None = None
         self.dirty = False
@@ -81,8 +91,14 @@ class FsdpTrainer:
         self._seed = seed
         self._trust_remote_code = trust_remote_code
         self._lora = lora
+        self._as_sglang = as_sglang
         self._device = current_device(device)
         self._mesh = init_device_mesh(device, (dist.get_world_size(),))
+        self._context: Context | None = None
+        self.ranks = Ranks()
+        """That a batch is dealt out to."""
+        if train.context_parallel_size > 1:
+            self._context, self.ranks = Context.of(train.context_parallel_size)
         self._folder: Path | None = None
         self._names: dict[str, str] = {}
         self.images: ImageProcessor | None = None
@@ -160,15 +176,25 @@ class FsdpTrainer:
             folder,
             trust_remote_code=self._trust_remote_code,
             checkpointing=trained and self._train.gradient_checkpointing,
+            context=self._context,
         )
+        if self._as_sglang:
+            compute_as_sglang(policy.lm, cuda=self._device.type == "cuda")
+            policy.as_sglang = True
         if not trained:
             policy.requires_grad_(False)
         elif self._lora is not None:
             self._adapters = Adapters(policy, self._lora, self._seed)
-        if self._device.type == "cuda" and self._train.torch_compile:
+        if self._compiles:
             compile_layers(policy)
         shard(policy, blocks(policy.lm.base_model), self._mesh, self._train.precision)
         return policy
+
+    @property
+    def _compiles(self) -> bool:
+        """Whether layers are compiled: what is compiled may differ in its last bits."""
+        plain = self._as_sglang or self._train.deterministic
+        return self._device.type == "cuda" and self._train.torch_compile and not plain
 
     def _build_reference(self, folder: Path) -> None:
         self._reference = None
@@ -233,6 +259,7 @@ class FsdpTrainer:
             self._seed,
             trust_remote_code=self._trust_remote_code,
             checkpointing=self._train.gradient_checkpointing,
+            context=self._context,
         )
         shard(critic, blocks(critic.body), self._mesh, self._train.precision)
         return TrainedCritic(critic, ShardedAdamW(list(critic.weights()), self._critic_train))
@@ -326,10 +353,10 @@ class FsdpTrainer:
         return out
 
     def _cut(self, sequences: list[list[int]]) -> Iterator[list[list[int]]]:
-        """Runs of sequences with at most `max_tokens_per_gpu` tokens, or a single longer one."""
+        """Runs of sequences that fit into a micro-batch, or a single longer one."""
         part: list[list[int]] = []
         for ids in sequences:
-            if part and sum(map(len, part)) + len(ids) > self._train.max_tokens_per_gpu:
+            if part and sum(map(len, part)) + len(ids) > self._train.max_tokens:
                 yield part
                 part = []
             part.append(ids)

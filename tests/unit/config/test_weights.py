@@ -21,7 +21,7 @@ SGLANG: dict[str, Any] = {"rollout": {"engine": "sglang"}}
 
 
 def test_each_way_has_its_place() -> None:
-    for transport in ("disk", "tensor", "distributed"):
+    for transport in ("disk", "tensor", "distributed", "delta"):
         assert config(weights={"transport": transport}).weights.transport == transport
     assert config(**SGLANG, weights={"transport": "distributed"})
     assert config(**SGLANG, weights={"transport": "tensor"}, cluster={"colocate": True})

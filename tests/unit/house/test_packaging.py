@@ -22,6 +22,7 @@ BROUGHT_ALONG = {
     "megatron": "megatron-core",
     "mlflow": "mlflow-skinny",
     "pydantic_core": "pydantic",
+    "sgl_kernel": "sglang",
     "starlette": "fastapi",
     "tokenizers": "transformers",
     "yaml": "pyyaml",

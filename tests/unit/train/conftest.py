@@ -225,3 +225,9 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     """A trainer of two ranks."""
     yield from _ranks(2, tmp_path_factory.mktemp("two"))
+
+
+@pytest.fixture(scope="session")
+def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    """A trainer of four ranks."""
+    yield from _ranks(4, tmp_path_factory.mktemp("four"))

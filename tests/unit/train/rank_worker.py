@@ -29,6 +29,8 @@ def run(job: dict[str, Any], rank: int) -> dict[str, Any]:
     out: dict[str, Any] = {"reports": []}
     if job.get("restore"):
         out["restored"] = trainer.load_state(job["restore"], "start")
+    if job.get("measure"):
+        out["measured"] = trainer.measure(job["measure"][rank], job["algorithm"])
     for k, shares in enumerate(job["batches"]):
         assert trainer.loaded is not None
         report = trainer.train(trainer.loaded, f"after-{k}", shares[rank])

@@ -2,6 +2,7 @@
 torch.
 """
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 from rlcore.algorithms.aggregate import Totals
 from rlcore.algorithms.packing import padded
+from rlcore.train.determinism import make_deterministic
 
 TOLERANCE = 1e-5
 
@@ -138,3 +140,22 @@ def test_bfloat16_keeps_float32_master_weights(toy: Any, make_trainer: Any) -> N
     assert all(t.dtype == torch.float32 for t in moved.values())
     typical = moved["model.layers.0.mlp.up_proj.weight"].median().item()
     assert typical == pytest.approx(1e-6, rel=0.1)
+
+
+def test_deterministic_kernels_change_nothing_here(
+    toy: Any, make_trainer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = toy.shares(toy.random_sequences(7), 1)[0]
+    usual = make_trainer().train("start", "next", batch).metrics
+    for name in ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO"):
+        monkeypatch.setenv(name, "")
+    try:
+        make_deterministic()
+        assert torch.are_deterministic_algorithms_enabled()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*deterministic.*")
+            ours = make_trainer().train("start", "next", batch).metrics
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.backends.cuda.enable_mem_efficient_sdp(True)
+    assert (ours["loss"], ours["grad_norm"]) == (usual["loss"], usual["grad_norm"])
