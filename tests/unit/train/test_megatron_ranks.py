@@ -30,6 +30,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp2": {PP: 2},
     "cp2": {CP: 2},
     "ep2": {EP: 2},
+    "pp2-vp2": {PP: 2, "virtual_pipeline_model_parallel_size": 2},
+    "tp2-pp2": {TP: 2, PP: 2, "sequence_parallel": True},
+    "tp2-cp2": {TP: 2, CP: 2},
+    "cp2-dp2": {CP: 2},
+    "pp2-ep2": {PP: 2, EP: 2},
     "tp2-ep2": {TP: 2, "sequence_parallel": True, EP: 2, "expert_tensor_parallel_size": 1},
 }
 DENSE = ("qwen3", "qwen2", "llama", "glm4")
