@@ -31,6 +31,8 @@ class _OnCpu(TorchFunctionMode):
             return args[0]
         args = tuple(CPU if _is_cuda(arg) else arg for arg in args)
         named = {key: CPU if _is_cuda(value) else value for key, value in (kwargs or {}).items()}
+        # Memory is pinned for copies to a GPU.
+        named.pop("pin_memory", None)
         return func(*args, **named)
 
 

@@ -158,8 +158,11 @@ def transformer_config(
         "tensor_model_parallel_size": layout.tensor_parallel,
         "pipeline_model_parallel_size": layout.pipeline_parallel,
         "virtual_pipeline_model_parallel_size": layout.virtual_pipeline,
-        # Micro-batches are packed sequences, each of another length.
-        "variable_seq_lengths": layout.pipeline_parallel > 1,
+        # Micro-batches are packed sequences, each of another length. An interleaved schedule mixes
+        # up what goes both ways between two ranks in one batch.
+        "variable_seq_lengths": layout.pipeline_parallel > 1 and not layout.virtual_pipeline,
+        "overlap_p2p_comm": layout.virtual_pipeline is not None,
+        "batch_p2p_comm": layout.virtual_pipeline is None,
         "moe_token_dispatcher_type": "alltoall",
         "expert_model_parallel_size": layout.expert_parallel,
         "expert_tensor_parallel_size": layout.expert_tensor_parallel,

@@ -59,13 +59,14 @@ class Feed:
     """Where the run begins."""
 
     @classmethod
-    def of(cls, micro: MicroBatch, layout: Layout) -> Feed:
-        """With as much padding as the layout needs."""
+    def of(cls, micro: MicroBatch, layout: Layout, least: int = 0) -> Feed:
+        """With as much padding as the layout needs, `least` tokens in all."""
         packed = micro.packed
         parts = layout.context_parallel
         whole = parts * (layout.tensor_parallel if layout.sequence_parallel else 1)
         count = len(packed.input_ids)
-        padding = -count % whole
+        least = max(count, least)
+        padding = least + -least % whole - count
         edges, ids, positions = packed.cu_seqlens.cpu(), packed.input_ids, packed.position_ids
         if padding:
             edges = torch.cat([edges, edges[-1:] + padding])
@@ -107,9 +108,14 @@ class Network:
         Returns:
             What `finish` told of each, on the last stage; nothing on the others.
         """
-        feeds = [Feed.of(micro, self.layout) for micro in micros]
+        if not micros:
+            return []
+        # Interleaved schedules pass tensors of one shape between stages.
+        interleaved = self.layout.virtual_pipeline is not None
+        least = max(len(m.packed.input_ids) for m in micros) if interleaved else 0
+        feeds = [Feed.of(micro, self.layout, least) for micro in micros]
         # Interleaved schedules want as many as there are stages, or a multiple.
-        stages = self.layout.pipeline_parallel if self.layout.virtual_pipeline else 1
+        stages = self.layout.pipeline_parallel if interleaved else 1
         extra = -len(feeds) % stages
         order = [*range(len(feeds)), *(-1 for _ in range(extra))]
         step = partial(self._step, feeds=feeds, finish=finish)
@@ -120,8 +126,8 @@ class Network:
                 data_iterator=iterators if len(self.chunks) > 1 else iterators[0],
                 model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
                 num_microbatches=len(order),
-                # Lengths are told from stage to stage.
-                seq_length=1,
+                # Else lengths are told from stage to stage.
+                seq_length=int(feeds[0].edges[-1]),
                 micro_batch_size=1,
                 forward_only=not train,
                 collect_non_loss_data=not train,
