@@ -10,6 +10,7 @@ def check_kernels_agree(config: "RunConfig") -> None:
     """The trainer can compute what the engines do."""
     train, cluster = config.train, config.cluster
     for wrong, setting, right in (
+        (train.backend != "fsdp", f"train.backend = {train.backend!r}", "'fsdp'"),
         (train.precision != "bfloat16", f"train.precision = {train.precision!r}", "'bfloat16'"),
         (
             train.context_parallel_size != 1,

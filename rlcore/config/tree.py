@@ -490,6 +490,12 @@ class RunConfig(Section):
                 "algorithm.use_rollout_logprobs = true, where the trainer computes no old "
                 "log-probs; set rollout.use_rollout_routing_replay = true, or remove one of them"
             )
+        if (self.train.use_routing_replay or of_engine) and self.train.context_parallel_size > 1:
+            raise ValueError(
+                f"train.context_parallel_size = {self.train.context_parallel_size} shares the "
+                "tokens of a sequence out, which replaying of experts does not follow; set 1, or "
+                "remove train.use_routing_replay and rollout.use_rollout_routing_replay"
+            )
         own = algorithm.custom_convert_samples_to_train_data_path
         if of_engine and own is not None:
             raise ValueError(
@@ -520,6 +526,11 @@ class RunConfig(Section):
             raise ValueError(
                 f"megatron.{next(iter(self.megatron))} is set but train.backend = "
                 f"{self.train.backend!r}; set train.backend = 'megatron' or remove it"
+            )
+        if self.train.backend == "megatron" and self.train.context_parallel_size > 1:
+            raise ValueError(
+                f"train.context_parallel_size = {self.train.context_parallel_size} is of "
+                "train.backend = 'fsdp'; set megatron.context_parallel_size"
             )
         check_engines(self)
         return self
@@ -626,7 +637,7 @@ class RunConfig(Section):
         if self.weights.canary_tolerance is not None:
             return self.weights.canary_tolerance
         exact = self.rollout.engine == "embedded" and self.train.precision == "float32"
-        return 1e-4 if exact else 0.1
+        return 1e-4 if exact else 0.3
 
     def due(self, interval: int | None, iteration: int, *, last: bool) -> bool:
         """Whether something done every `interval` iterations is due after this one."""

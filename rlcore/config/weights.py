@@ -27,7 +27,7 @@ class WeightsConfig(Section):
     canary_prompts: Annotated[int, Field(ge=1)] = 4
     """Fixed token sequences whose log-probs engine and trainer must agree on after each sync."""
     canary_tolerance: Annotated[float, Field(gt=0)] | None = None
-    """Largest mean absolute difference; default: 1e-4 where both compute in float32, else 0.1."""
+    """Largest mean absolute difference; default: 1e-4 where both compute in float32, else 0.3."""
     custom_update_weight_post_write_path: FunctionPath | None = None
     """A function `(args, version_dir, rollout_engines)` that is told of each folder of weights."""
 

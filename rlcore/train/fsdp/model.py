@@ -287,6 +287,8 @@ def compile_layers(policy: Policy) -> None:
     """
     if any(is_stacked(name) for name, _ in policy.weights()):
         return
+    # Else a constant such as the epsilon of a norm is looked up at each call.
+    torch._dynamo.config.specialize_float = True
     for layer in decoder(policy.lm.base_model).layers:
         # Its hooks, which gather weights, stay outside.
         layer.forward = torch.compile(layer.forward, dynamic=True)

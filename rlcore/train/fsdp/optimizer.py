@@ -80,6 +80,8 @@ class ShardedAdamW:
             if self._local is not self._held:
                 self._local[name].copy_(held)
 
+    # Without a graph a local tensor is at hand; with one it is made.
+    @torch.no_grad()
     def collect_gradients(self) -> float:
         """Take over the parameters' gradients; returns the global norm of all of them, before
         clipping.

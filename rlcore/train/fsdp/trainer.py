@@ -145,8 +145,28 @@ class FsdpTrainer:
         self.images = None
         if takes_images(model_folder):
             self.images = ImageProcessor(model_folder, trust_remote_code=self._trust_remote_code)
+        if self._compiles:
+            self._compile()
         torch.manual_seed(self._seed)
         self.loaded, self.dirty = state_id, False
+
+    def _compile(self) -> None:
+        """Have torch make the code of a step before there is one: engines start meanwhile. The
+        second length has it make code for all.
+        """
+        policy, optimizer = self._held()
+        for length in (64, 96):
+            batch = TrainSequence([0] * length, length - 1)
+            packed = pack([batch, batch], Totals(2 * length - 2, 2), "token_mean")
+            rows = packed.loss_mask.nonzero()[:, 0].to(self._device)
+            packed = packed.inputs().to(self._device)
+            with torch.no_grad():
+                policy.score(packed, rows, self._temperature)
+            log_probs, entropy = policy.score(packed, rows, self._temperature)
+            used = log_probs if self._algorithm.entropy_coef == 0 else log_probs + entropy
+            (used.sum() * 0.0).backward()  # type: ignore[no-untyped-call]
+        optimizer.drop_gradients()
+        policy.expert_load.reset()
 
     def load_state(self, folder: Path, state_id: str) -> StateDigest:
         """Read a saved state in place; `load` must have built the model before."""

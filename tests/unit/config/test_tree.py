@@ -272,8 +272,8 @@ def test_the_canary_is_strict_only_where_both_sides_compute_in_float32() -> None
         return build_config(tree(**sections)).canary_tolerance
 
     assert tolerance() == 1e-4
-    assert tolerance(train={"precision": "bfloat16"}) == 0.1
-    assert tolerance(rollout={"engine": "sglang"}) == 0.1
+    assert tolerance(train={"precision": "bfloat16"}) == 0.3
+    assert tolerance(rollout={"engine": "sglang"}) == 0.3
     assert tolerance(weights={"canary_tolerance": 0.5}) == 0.5
 
 
