@@ -157,9 +157,9 @@ class FsdpTrainer:
         policy, optimizer = self._held()
         for length in (64, 96):
             batch = TrainSequence([0] * length, length - 1)
-            packed = pack([batch, batch], Totals(2 * length - 2, 2), "token_mean")
-            rows = packed.loss_mask.nonzero()[:, 0].to(self._device)
-            packed = packed.inputs().to(self._device)
+            packed = pack([batch, batch], Totals(2 * length - 2, 2), "token_mean").inputs()
+            packed = packed.to(self._device)
+            rows = packed.loss_mask.nonzero()[:, 0]
             with torch.no_grad():
                 policy.score(packed, rows, self._temperature)
             log_probs, entropy = policy.score(packed, rows, self._temperature)
