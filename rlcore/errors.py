@@ -75,6 +75,10 @@ class TrainError(SluiceError, RuntimeError):
     """A training step could not be done, or gave numbers that are not finite."""
 
 
+class OutOfMemory(TrainError):
+    """A batch did not fit into the trainer's memory; with smaller micro-batches it may."""
+
+
 class SyncError(SluiceError, RuntimeError):
     """Engine and trainer do not hold the same weights after a sync."""
 

@@ -11,6 +11,7 @@ from itertools import groupby
 from typing import Any
 
 from rlcore.cluster.actors import start_trainer
+from rlcore.cluster.fleet import MAX_TOKENS
 from rlcore.cluster.placement import Demand, Placement
 from rlcore.cluster.plan import FleetPlan
 from rlcore.cluster.trainer_actor import SavedState
@@ -102,7 +103,9 @@ async def _train(
             before = _state_id(store, i - 1) if i else own.start_state()
             names = {"rollout": "rollout", "reward": "reward", "selection": "filter"}
             files = {key: _stage(store, i, name).files for key, name in names.items()}
-            await group.train(before, _state_id(store, i), BatchFiles(iteration=i, **files))
+            most = _stage(store, i, "train").extra.get(MAX_TOKENS)
+            batch = BatchFiles(iteration=i, **files)
+            await group.train(before, _state_id(store, i), batch, most)
         saved = await group.save_state(base_prefix(store.run_id, new_attempt()))
     finally:
         if group is not None:

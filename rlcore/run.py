@@ -14,13 +14,20 @@ import logging
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
-from rlcore.cluster.fleet import Fleet, TrainInputs
+from rlcore.cluster.fleet import MAX_TOKENS, Fleet, TrainInputs
 from rlcore.config import RunConfig, config_digest
 from rlcore.config.digest import STAGE_SECTIONS
-from rlcore.errors import ClusterError, ConfigError, Corrupt, EngineError, SyncError
+from rlcore.errors import (
+    ClusterError,
+    ConfigError,
+    Corrupt,
+    EngineError,
+    OutOfMemory,
+    SyncError,
+)
 from rlcore.fork_state import check_repeatable
 from rlcore.store.branch import forks_of, kept_state
 from rlcore.store.lease import Lease
@@ -192,11 +199,9 @@ class Run:
         for k in range(base, i):
             check_repeatable(self.store, k, self.config)
             manifests = {name: self.stage(k, name) for name in ("rollout", "reward", "filter")}
-            await self.fleet.train(
-                self._train_inputs(k, manifests, self.state_id_before(k + 1)),
-                save=False,
-                again=True,
-            )
+            inputs = self._train_inputs(k, manifests, self.state_id_before(k + 1))
+            most = self.stage(k, "train").extra.get(MAX_TOKENS)
+            await self.fleet.train(replace(inputs, max_tokens=most), save=False, again=True)
 
     async def _restored(self, i: int) -> bool:
         """Have the trainer load the state before iteration i, if it was saved and is whole."""
@@ -329,6 +334,23 @@ class Run:
             config_digest(self.config, *STAGE_SECTIONS["train"]),
         )
         inputs = self._train_inputs(i, manifests, after, before=before)
+        try:
+            return await self._train(i, inputs)
+        except OutOfMemory as error:
+            most = self.config.train.max_tokens_per_gpu // 2
+            if not most:
+                raise
+            log.error(
+                "%s; the batch is trained once more, from the state before it by new ranks, with "
+                "micro-batches of at most %d tokens",
+                error,
+                most,
+            )
+            async with self._training:
+                await self.fleet.restart_trainer()
+            return await self._train(i, replace(inputs, max_tokens=most))
+
+    async def _train(self, i: int, inputs: TrainInputs) -> Work:
         return await self.with_trainer(i, lambda: self.fleet.train(inputs, save=self.state_due(i)))
 
     def _check_age(self, i: int, rollout: Manifest) -> None:

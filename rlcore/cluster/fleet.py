@@ -30,6 +30,8 @@ from rlcore.work import Work
 log = logging.getLogger("sluice.cluster")
 
 ROLLOUT_DEADLINE_S = 24 * 3600.0
+MAX_TOKENS = "max_tokens_per_gpu"
+"""In a train stage's extra: the limit that a batch needed, to be trained again in the same way."""
 WORKER_STARTS = 3
 """How often the rollout worker is started for one call."""
 
@@ -49,6 +51,8 @@ class TrainInputs:
     before: str
     after: str
     files: BatchFiles
+    max_tokens: int | None = None
+    """Of a micro-batch, where the configuration's were too large; all ranks take it."""
 
 
 class Fleet:
@@ -265,7 +269,9 @@ class Fleet:
         """
         attempt, i = new_attempt(), inputs.files.iteration
         await self._trainer_takes_over()
-        report = await self._actors.trainer.train(inputs.before, inputs.after, inputs.files)
+        report = await self._actors.trainer.train(
+            inputs.before, inputs.after, inputs.files, inputs.max_tokens
+        )
         self.trainer_state = inputs.after
         if not again:
             self._turns.begin_pushing()
@@ -280,15 +286,21 @@ class Fleet:
                 "model_sha256": saved.model_sha256,
                 "optimizer_sha256": saved.optimizer_sha256,
             }
+        lowered: dict[str, float] = {}
+        again_with: dict[str, int] = {}
+        if inputs.max_tokens is not None:
+            lowered["train/lowered_max_tokens_per_gpu"] = float(inputs.max_tokens)
+            again_with[MAX_TOKENS] = inputs.max_tokens
         return Work(
             attempt=attempt,
-            metrics=report.named | self._turns.take_figures(),
+            metrics=report.named | lowered | self._turns.take_figures(),
             compute_seconds=report.metrics["seconds_train"],
             extra={
                 "prev_state_id": inputs.before,
                 "state_id": inputs.after,
                 "samples": int(report.metrics["samples"]),
                 "state": state,
+                **again_with,
             },
         )
 

@@ -239,19 +239,26 @@ class TrainerActor:
         table = read_rollout(self._objects, rollout, images=images, experts=experts)
         self._ahead = (rollout, table)
 
-    def train(self, epoch: int, prev: str, new: str, files: BatchFiles) -> TrainReport:
-        """Train the committed batch: from state `prev` to state `new`."""
+    def train(
+        self, epoch: int, prev: str, new: str, files: BatchFiles, max_tokens: int | None = None
+    ) -> TrainReport:
+        """Train the committed batch: from state `prev` to state `new`; with micro-batches of at
+        most `max_tokens` tokens, where the configuration's are too large.
+        """
         from rlcore.train.batch import load_batch
         from rlcore.train.offload import give_back_cache
 
         self._check(epoch)
         trainer = self._held()
+        settings = self._spec.train
+        if max_tokens is not None:
+            settings = settings.model_copy(update={"max_tokens_per_gpu": max_tokens})
         ahead, self._ahead = self._ahead, None
         batch = load_batch(
             self._objects,
             files,
             rollout=ahead[1] if ahead is not None and ahead[0] == files.rollout else None,
-            train=self._spec.train,
+            train=settings,
             algorithm=self._spec.algorithm,
             rank=trainer.ranks.rank,
             world=trainer.ranks.size,

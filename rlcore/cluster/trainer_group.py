@@ -125,9 +125,13 @@ class TrainerGroup:
             for actor in self._actors:
                 actor.read_ahead.remote(self._epoch, rollout)
 
-    async def train(self, prev: str, new: str, files: BatchFiles) -> TrainReport:
+    async def train(
+        self, prev: str, new: str, files: BatchFiles, max_tokens: int | None = None
+    ) -> TrainReport:
         """Train a committed batch: from state `prev`, which must be held, to state `new`."""
-        reports: list[TrainReport] = await self._all("train", self._epoch, prev, new, files)
+        reports: list[TrainReport] = await self._all(
+            "train", self._epoch, prev, new, files, max_tokens
+        )
         return reports[0]
 
     async def log_probs(self, sequences: list[list[int]]) -> list[list[float]]:

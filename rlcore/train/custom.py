@@ -178,9 +178,11 @@ class Functions:
 
 
 def _guarded(what: str, function: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    import torch
+
     try:
         return function(*args, **named)
-    except SluiceError:
+    except (SluiceError, torch.OutOfMemoryError):
         raise
     except Exception as error:
         # A custom function may raise anything; the batch cannot be trained without it.

@@ -7,7 +7,7 @@ all ranks.
 from __future__ import annotations
 
 import resource
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -40,6 +40,7 @@ from rlcore.train.fsdp.passes import CriticPasses, Passes, Scorer
 from rlcore.train.fsdp.shards import ShardWriter
 from rlcore.train.loop import BatchLoop, LoopSettings
 from rlcore.train.offload import Offload, give_back_cache
+from rlcore.train.out_of_memory import bytes_of_all, out_of_memory
 from rlcore.train.ranks import Ranks
 from rlcore.train.rates import learning_rate
 from rlcore.train.trainer import (
@@ -309,6 +310,10 @@ class FsdpTrainer:
         except (TrainError, PluginError):
             self.dirty = loop.stepped
             raise
+        except torch.OutOfMemoryError as error:
+            # FSDP may have stopped amid a pass, of which nothing is to be used: dirty it stays.
+            what = f"iteration {batch.iteration}"
+            raise out_of_memory(error, self._sizes(), self._device, self._train, what) from None
         self._follow(batch.iteration)
         self.loaded, self.dirty = new_state_id, False
         counts = {"tokens": float(batch.tokens), "samples": float(batch.samples)}
@@ -446,6 +451,21 @@ class FsdpTrainer:
         for model in (critic and critic.model, self._reference, self._teacher):
             if model is not None:
                 yield from model.parameters()
+
+    def _sizes(self) -> dict[str, int]:
+        """Bytes of this rank's shares of all that stays from batch to batch, and of gradients."""
+        policy, optimizer = self._policy, self._optimizer
+        critic, frozen = self._critic, (self._reference, self._teacher)
+        learned = [model for model in (policy, critic and critic.model) if model is not None]
+        optimizers = [o for o in (optimizer, critic and critic.optimizer) if o is not None]
+        weights = [p for model in learned for p in model.parameters()]
+        tensors: dict[str, Iterable[Tensor | None]] = {
+            "parameters": weights,
+            "moments": (moment for o in optimizers for _, moment in o.moments()),
+            "gradients": (p.grad for p in weights),
+            "frozen models": (p for model in frozen if model for p in model.parameters()),
+        }
+        return {name: bytes_of_all(found, self._device) for name, found in tensors.items()}
 
     def memory(self) -> dict[str, float]:
         """Peak resident memory of the process, and on a GPU what torch holds and held at most."""
