@@ -250,11 +250,15 @@ def convert(
         int | None,
         Parameter(help="Rows of a Megatron checkpoint's embedding. Default: one a token."),
     ] = None,
+    quantize: Annotated[
+        Literal["fp8"] | None,
+        Parameter(help="Write a Hugging Face folder in fp8 blocks, for rollout.hf_checkpoint."),
+    ] = None,
     root: Root = None,
     json: Json = False,
 ) -> None:
     """Convert weights: Hugging Face to Megatron, Megatron to Hugging Face, a run's state to Hugging
-    Face.
+    Face, Hugging Face to fp8.
     """
     from flows.commands.convert import convert as write
 
@@ -265,6 +269,7 @@ def convert(
         iteration=iter,
         dtype=dtype,
         padded_vocab_size=padded_vocab_size,
+        quantize=quantize,
         root=root_of(root),
         as_json=json,
     )

@@ -3,7 +3,7 @@
 import dataclasses
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from flows.commands.inspect import out, print_json
 from rlcore.errors import ConfigError
@@ -26,6 +26,7 @@ def convert(
     iteration: int | None,
     dtype: "DType | None",
     padded_vocab_size: int | None,
+    quantize: Literal["fp8"] | None = None,
     root: str,
     as_json: bool,
 ) -> None:
@@ -38,6 +39,7 @@ def convert(
         iteration: of a run, whose state it is; None: the newest that is kept.
         dtype: of weights in a Hugging Face folder; None: as they are stored.
         padded_vocab_size: rows of a Megatron checkpoint's embedding.
+        quantize: write a Hugging Face folder in fp8 blocks of another one.
         root: of the runs.
         as_json: all of it as JSON.
 
@@ -45,10 +47,22 @@ def convert(
         ConfigError: an option does not go with the source.
     """
     from rlcore.conversion import convert as conversions
+    from rlcore.conversion.fp8 import hf_to_fp8
     from rlcore.conversion.torch_dist import checkpoint_folder
 
     folder = Path(source)
-    if (folder / "config.json").is_file():
+    if quantize is not None:
+        _refuse(
+            "--quantize",
+            model=model,
+            iter=iteration,
+            dtype=dtype,
+            padded_vocab_size=padded_vocab_size,
+        )
+        if not (folder / "config.json").is_file():
+            raise ConfigError(f"{source}: --quantize takes a Hugging Face folder")
+        done = hf_to_fp8(folder, target)
+    elif (folder / "config.json").is_file():
         _refuse("a Hugging Face folder", model=model, iter=iteration, dtype=dtype)
         done = conversions.hf_to_torch_dist(folder, target, padded_vocab_size)
     elif checkpoint_folder(folder) is not None:

@@ -16,7 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlcore.conversion.folder import whole_folder, write_digests
-from rlcore.conversion.safetensors import SAFETENSORS_NAMES, TORCH_NAMES, Entry, write_shards
+from rlcore.conversion.safetensors import (
+    NARROW,
+    SAFETENSORS_NAMES,
+    TORCH_NAMES,
+    Entry,
+    write_shards,
+)
 from rlcore.conversion.sources import HfFolder, Tensors, Weights
 from rlcore.conversion.torch_dist import TorchDist, TorchDistWriter, checkpoint_folder
 from rlcore.conversion.trainer_state import BUFFERS, TrainerState, WithAdapters, WithBuffers
@@ -38,7 +44,7 @@ class Conversion:
     source: str
     target: str
     made: str
-    """`torch_dist` or `huggingface`."""
+    """`torch_dist`, `huggingface` or `fp8`."""
     tensors: int
     bytes: int
     """Of the target's files."""
@@ -84,7 +90,7 @@ def hf_to_torch_dist(
             writer.add(rule, whole)
             count += len(rule.hf)
         writer.finish()
-        return _done(source, target, staging, "torch_dist", count, begun, weights.left_out)
+        return done(source, target, staging, "torch_dist", count, begun, weights.left_out)
 
 
 def torch_dist_to_hf(
@@ -107,7 +113,9 @@ def torch_dist_to_hf(
     if folder is None:
         raise DataError(f"{source} holds no torch_dist checkpoint")
     stored = TorchDist(folder, arch)
-    entries = [_entry(spec, stored.dtype(rule), dtype) for rule in rules(arch) for spec in rule.hf]
+    entries = [
+        entry_of(spec, stored.dtype(rule), dtype) for rule in rules(arch) for spec in rule.hf
+    ]
 
     def each() -> Iterator[tuple[str, Tensor]]:
         for rule in rules(arch):
@@ -145,7 +153,7 @@ def state_to_hf(
         else WithAdapters(held, begun_with, lora_alpha)
     )
     weights = Weights(arch, stored)
-    entries = [_entry(spec, weights.dtype(spec.name), dtype) for spec in tensors(arch)]
+    entries = [entry_of(spec, weights.dtype(spec.name), dtype) for spec in tensors(arch)]
 
     def each() -> Iterator[tuple[str, Tensor]]:
         for entry in entries:
@@ -154,9 +162,9 @@ def state_to_hf(
     return _write_hf(state, target, model, entries, each, begun, weights.left_out)
 
 
-def _entry(spec: TensorSpec, stored: str, asked: DType | None) -> Entry:
+def entry_of(spec: TensorSpec, stored: str, asked: DType | None) -> Entry:
     """What a tensor is written as; biases of routers keep their type."""
-    if stored not in TORCH_NAMES:
+    if stored not in TORCH_NAMES or stored == NARROW:
         raise DataError(f"{spec.name} has numbers of type {stored}, which are not converted")
     if asked is None or spec.name.endswith(BUFFERS):
         return Entry(spec.name, spec.shape, stored)
@@ -180,10 +188,10 @@ def _write_hf(
         copy_small_files(model, staging, types[entries[0].name])
         typed = ((name, tensor.to(getattr(torch, types[name]))) for name, tensor in each())
         write_shards(staging, entries, typed)
-        return _done(source, target, staging, "huggingface", len(entries), begun, left_out)
+        return done(source, target, staging, "huggingface", len(entries), begun, left_out)
 
 
-def _done(
+def done(
     source: Path,
     target: Path,
     staging: Path,
@@ -192,6 +200,7 @@ def _done(
     begun: float,
     left_out: Sequence[str],
 ) -> Conversion:
+    """Digest what was written and say what was done; arguments as the fields of `Conversion`."""
     size = sum(path.stat().st_size for path in staging.rglob("*") if path.is_file())
     about = {"source": source.name, "made": made, "tensors": count, "left_out": list(left_out)}
     sha256 = write_digests(staging, about)

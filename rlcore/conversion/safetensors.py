@@ -16,8 +16,15 @@ from rlcore.weights.export import SHARD_BYTES, shard_names, write_index
 if TYPE_CHECKING:
     from torch import Tensor
 
-BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
-TORCH_NAMES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+NARROW = "F8_E4M3"
+BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, NARROW: 1}
+TORCH_NAMES = {
+    "F64": "float64",
+    "F32": "float32",
+    "BF16": "bfloat16",
+    "F16": "float16",
+    NARROW: "float8_e4m3fn",
+}
 """Names of types in safetensors, and torch's."""
 SAFETENSORS_NAMES = {torch_name: name for name, torch_name in TORCH_NAMES.items()}
 ALIGN = 8

@@ -9,21 +9,16 @@ from typing import Any
 import pytest
 import tiny_families
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from rlcore.config import build_config
+from rlcore.conversion.fp8 import hf_to_fp8
 from rlcore.errors import ConfigError, SyncError
 from rlcore.weights.fp8 import BlockFp8, dequantise, quantise
 from rlcore.weights.group import join_group, open_group
 from rlcore.weights.transport import DiskTransport
 
 BLOCK = (128, 128)
-FP8 = {
-    "quant_method": "fp8",
-    "fmt": "e4m3",
-    "activation_scheme": "dynamic",
-    "weight_block_size": list(BLOCK),
-}
 
 
 @pytest.mark.parametrize("shape", [(128, 128), (300, 200), (5, 513)])
@@ -52,21 +47,29 @@ def test_numbers_come_back_within_the_steps_of_the_format(
 
 @pytest.fixture(scope="module", params=["qwen3", "qwen3_moe", "deepseek_v3"])
 def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A model, and the same in fp8 as it is published: projections, but no router."""
+    """A model, and the same in fp8."""
     root = tmp_path_factory.mktemp(request.param)
     tiny_families.build(request.param, root / "plain")
-    plain = load_file(root / "plain" / "model.safetensors")
-    held = {}
-    for name, tensor in plain.items():
-        if name.endswith("proj.weight") or "kv_a_proj" in name:
-            held[name], held[f"{name}_scale_inv"] = quantise(tensor, BLOCK)
-        else:
-            held[name] = tensor.bfloat16()
-    (root / "fp8").mkdir()
-    save_file(held, root / "fp8" / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((root / "plain" / "config.json").read_text())
-    (root / "fp8" / "config.json").write_text(json.dumps(config | {"quantization_config": FP8}))
+    hf_to_fp8(root / "plain", root / "fp8")
     return root / "plain", root / "fp8"
+
+
+def test_projections_are_quantised_and_routers_are_not(folders: tuple[Path, Path]) -> None:
+    plain, fp8 = (load_file(folder / "model.safetensors") for folder in folders)
+    quantised = {name for name, tensor in fp8.items() if tensor.dtype == torch.float8_e4m3fn}
+    assert quantised == {n for n in plain if "proj" in n and n.endswith("weight")}
+    assert fp8.keys() - plain.keys() == {f"{name}_scale_inv" for name in quantised}
+    for name in quantised:
+        numbers, scales = quantise(plain[name], BLOCK)
+        assert torch.equal(fp8[name].float(), numbers.float())
+        assert torch.equal(fp8[f"{name}_scale_inv"], scales)
+    for name in plain.keys() - quantised:
+        kind = torch.float32 if name.endswith("correction_bias") else torch.bfloat16
+        assert fp8[name].dtype == kind and torch.equal(fp8[name], plain[name].to(kind))
+    kept = json.loads((folders[1] / "config.json").read_text())["quantization_config"]
+    assert set(kept["modules_to_not_convert"]) == {"lm_head"} | {
+        n.removesuffix(".weight") for n in plain if n.endswith("mlp.gate.weight")
+    }
 
 
 def test_a_folder_of_weights_has_the_names_types_and_config_of_the_engines(
@@ -79,7 +82,8 @@ def test_a_folder_of_weights_has_the_names_types_and_config_of_the_engines(
     policy = load_policy(plain)
     named = [*policy.weights(), *policy.fixed()]
     whole = (part for name, p in named for part in by_expert(name, p))
-    tensors = ((name, p.detach().bfloat16()) for name, p in whole)
+    exact = "e_score_correction_bias"
+    tensors = ((n, p.detach() if exact in n else p.detach().bfloat16()) for n, p in whole)
     transport = DiskTransport(tmp_path, fp8, "7", "bfloat16", flush_cache=True)
     transport.prepare(transport.parts(BlockFp8.of_folder(fp8).apply(tensors)))
     found, wanted = (
@@ -88,7 +92,8 @@ def test_a_folder_of_weights_has_the_names_types_and_config_of_the_engines(
     )
     assert found == wanted
     assert torch.float8_e4m3fn in {dtype for dtype, _ in found.values()}
-    assert json.loads((transport.folder / "config.json").read_text())["quantization_config"] == FP8
+    configs = [json.loads((f / "config.json").read_text()) for f in (transport.folder, fp8)]
+    assert configs[0] == configs[1] and "quantization_config" in configs[0]
 
 
 def test_transformers_reads_what_is_written(folders: tuple[Path, Path]) -> None:
