@@ -97,18 +97,30 @@ class TorchAttention(nn.Module):
 class PackedRotary(nn.Module):
     """Rotary angles of the tokens at hand, in the place of those of positions from 0 on.
 
-    Latent attention asks for them itself, in each layer.
+    Latent attention asks for them itself, in each layer, and again when the layer is computed a
+    second time, long after other micro-batches have passed: what tells it the positions is what
+    the layer is given.
     """
 
-    def __init__(self, inner: nn.Module) -> None:
+    def __init__(self, attention: nn.Module) -> None:
         super().__init__()
-        self.inner = inner
+        self.inner = attention.rotary_pos_emb
         self.positions: Tensor | None = None
         """int64 [T]; None: as `inner` has them."""
+        attention.register_forward_pre_hook(self._look, with_kwargs=True)
+        attention.rotary_pos_emb = self
+
+    def _look(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        edges = kwargs["attention_mask"] if "attention_mask" in kwargs else args[1]
+        self.positions = None
+        if edges is not None:
+            self.positions = token_positions(tuple(edges.diff().tolist()), hidden.device)
 
     def get_rotary_seq_len(self, *args: Any, **kwargs: Any) -> int:
         """As `inner`."""
-        return self.inner.get_rotary_seq_len(*args, **kwargs)  # type: ignore[no-any-return, operator]
+        length: int = self.inner.get_rotary_seq_len(*args, **kwargs)
+        return length
 
     def forward(self, length: int, **kwargs: Any) -> Any:
         """Angles [T, 1, 1, width], and what `inner` has beside them."""
@@ -124,6 +136,14 @@ def angles(rotary: nn.Module, positions: Tensor) -> Any:
     if isinstance(found, tuple):
         return found[0].index_select(0, positions), *found[1:]
     return found.index_select(0, positions)
+
+
+@lru_cache(maxsize=4)
+def token_positions(lengths: tuple[int, ...], device: torch.device) -> Tensor:
+    """int64 [T / ranks]: of the tokens of sequences that this context-parallel rank has."""
+    whole = torch.cat([torch.arange(length) for length in lengths])
+    ranks = parallel_state.get_context_parallel_world_size()
+    return whole.chunk(ranks)[parallel_state.get_context_parallel_rank()].to(device)
 
 
 @lru_cache(maxsize=4)

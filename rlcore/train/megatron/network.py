@@ -89,7 +89,9 @@ class Network:
         self.arch = arch
         self.layout = layout
         self.shape = shape
-        self._latent = [packed for chunk in chunks for packed in _wrap_latent(chunk)]
+        for chunk in chunks if arch.is_latent else ():
+            for layer in chunk.decoder.layers:
+                PackedRotary(layer.self_attention)
         self._schedule = get_forward_backward_func()
 
     @property
@@ -162,10 +164,7 @@ class Network:
         if chunk.pre_process:
             hidden = chunk.embedding(input_ids=feed.input_ids, position_ids=feed.positions[None])
         rotary = None
-        if self._latent:
-            for latent in self._latent:
-                latent.positions = feed.positions
-        else:
+        if not self.arch.is_latent:
             rotary = angles(chunk.rotary_pos_emb, feed.positions)
         return cast(
             Tensor,
@@ -300,12 +299,3 @@ class PolicyNetwork(Network):
                 logits, False, group=parallel_state.get_context_parallel_group()
             )
         return cast(Tensor, logits[: len(micro.packed.input_ids), : self.arch.vocab_size])
-
-
-def _wrap_latent(chunk: GPTModel) -> Iterator[PackedRotary]:
-    """Have layers of latent attention take the positions that they are told."""
-    for layer in chunk.decoder.layers:
-        attention = layer.self_attention
-        if hasattr(attention, "rotary_pos_emb"):
-            attention.rotary_pos_emb = PackedRotary(attention.rotary_pos_emb)
-            yield attention.rotary_pos_emb
