@@ -107,6 +107,7 @@ class PackedRotary(nn.Module):
         self.inner = attention.rotary_pos_emb
         self.positions: Tensor | None = None
         """int64 [T]; None: as `inner` has them."""
+        self.longest = 0
         attention.register_forward_pre_hook(self._look, with_kwargs=True)
         attention.rotary_pos_emb = self
 
@@ -115,7 +116,9 @@ class PackedRotary(nn.Module):
         edges = kwargs["attention_mask"] if "attention_mask" in kwargs else args[1]
         self.positions = None
         if edges is not None:
-            self.positions = token_positions(tuple(edges.diff().tolist()), hidden.device)
+            lengths = tuple(edges.diff().tolist())
+            self.positions = token_positions(lengths, hidden.device)
+            self.longest = max(lengths)
 
     def get_rotary_seq_len(self, *args: Any, **kwargs: Any) -> int:
         """As `inner`."""
@@ -126,13 +129,13 @@ class PackedRotary(nn.Module):
         """Angles [T, 1, 1, width], and what `inner` has beside them."""
         if self.positions is None:
             return self.inner(length, **kwargs)
-        return angles(self.inner, self.positions)
+        return angles(self.inner, self.positions, self.longest)
 
 
-def angles(rotary: nn.Module, positions: Tensor) -> Any:
-    """What a rotary module of megatron-core has for each of some positions [T]."""
+def angles(rotary: nn.Module, positions: Tensor, length: int) -> Any:
+    """What a rotary module of megatron-core has for each of some positions [T] below `length`."""
     # Packed: all of them, and not this rank's share.
-    found = rotary(int(positions.max()) + 1, packed_seq=True)
+    found = rotary(length, packed_seq=True)
     if isinstance(found, tuple):
         return found[0].index_select(0, positions), *found[1:]
     return found.index_select(0, positions)
