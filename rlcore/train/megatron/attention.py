@@ -97,33 +97,56 @@ class TorchAttention(nn.Module):
 class PackedRotary(nn.Module):
     """Rotary angles of the tokens at hand, in the place of those of positions from 0 on.
 
-    Latent attention asks for them itself, in each layer.
+    Latent attention asks for them itself, in each layer, and again when the layer is computed a
+    second time, long after other micro-batches have passed: what tells it the positions is what
+    the layer is given.
     """
 
-    def __init__(self, inner: nn.Module) -> None:
+    def __init__(self, attention: nn.Module) -> None:
         super().__init__()
-        self.inner = inner
+        self.inner = attention.rotary_pos_emb
         self.positions: Tensor | None = None
         """int64 [T]; None: as `inner` has them."""
+        self.longest = 0
+        attention.register_forward_pre_hook(self._look, with_kwargs=True)
+        attention.rotary_pos_emb = self
+
+    def _look(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        edges = kwargs["attention_mask"] if "attention_mask" in kwargs else args[1]
+        self.positions = None
+        if edges is not None:
+            lengths = tuple(edges.diff().tolist())
+            self.positions = token_positions(lengths, hidden.device)
+            self.longest = max(lengths)
 
     def get_rotary_seq_len(self, *args: Any, **kwargs: Any) -> int:
         """As `inner`."""
-        return self.inner.get_rotary_seq_len(*args, **kwargs)  # type: ignore[no-any-return, operator]
+        length: int = self.inner.get_rotary_seq_len(*args, **kwargs)
+        return length
 
     def forward(self, length: int, **kwargs: Any) -> Any:
         """Angles [T, 1, 1, width], and what `inner` has beside them."""
         if self.positions is None:
             return self.inner(length, **kwargs)
-        return angles(self.inner, self.positions)
+        return angles(self.inner, self.positions, self.longest)
 
 
-def angles(rotary: nn.Module, positions: Tensor) -> Any:
-    """What a rotary module of megatron-core has for each of some positions [T]."""
+def angles(rotary: nn.Module, positions: Tensor, length: int) -> Any:
+    """What a rotary module of megatron-core has for each of some positions [T] below `length`."""
     # Packed: all of them, and not this rank's share.
-    found = rotary(int(positions.max()) + 1, packed_seq=True)
+    found = rotary(length, packed_seq=True)
     if isinstance(found, tuple):
         return found[0].index_select(0, positions), *found[1:]
     return found.index_select(0, positions)
+
+
+@lru_cache(maxsize=4)
+def token_positions(lengths: tuple[int, ...], device: torch.device) -> Tensor:
+    """int64 [T / ranks]: of the tokens of sequences that this context-parallel rank has."""
+    whole = torch.cat([torch.arange(length) for length in lengths])
+    ranks = parallel_state.get_context_parallel_world_size()
+    return whole.chunk(ranks)[parallel_state.get_context_parallel_rank()].to(device)
 
 
 @lru_cache(maxsize=4)

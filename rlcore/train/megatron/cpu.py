@@ -1,7 +1,8 @@
 """megatron-core on a machine without CUDA.
 
 It asks for CUDA where nothing needs it: `torch.cuda.current_device()` as the place of new tensors,
-and the literal device "cuda". Within `without_cuda` both mean the CPU. Where CUDA is, it does
+the literal device "cuda", and the state of CUDA's random numbers around what it computes again.
+Within `without_cuda` the devices mean the CPU, and there is no such state. Where CUDA is, it does
 nothing.
 """
 
@@ -12,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel import random
 from torch.overrides import TorchFunctionMode
 
 CPU = torch.device("cpu")
@@ -48,11 +50,22 @@ def without_cuda() -> Iterator[None]:
     if torch.cuda.is_available():
         yield
         return
-    current, synchronize = torch.cuda.current_device, torch.cuda.synchronize
-    torch.cuda.current_device = lambda: CPU  # type: ignore[assignment, return-value]
-    torch.cuda.synchronize = lambda *_: None
+    stand_ins: list[tuple[Any, str, Any]] = [
+        (torch.cuda, "current_device", lambda: CPU),
+        (torch.cuda, "synchronize", _nothing),
+        (random, "_get_cuda_rng_state", _nothing),
+        (random, "_set_cuda_rng_state", _nothing),
+    ]
+    real = [getattr(module, name) for module, name, _ in stand_ins]
+    for module, name, stand_in in stand_ins:
+        setattr(module, name, stand_in)
     try:
         with _OnCpu():
             yield
     finally:
-        torch.cuda.current_device, torch.cuda.synchronize = current, synchronize
+        for (module, name, _), own in zip(stand_ins, real, strict=True):
+            setattr(module, name, own)
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    pass

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import Any, cast
 
 import torch
@@ -55,6 +56,8 @@ class Feed:
     """int64 [T], of the same tokens."""
     edges: Tensor
     """int32 [n + 1] on the CPU, of all tokens."""
+    longest: int
+    """Tokens of the longest sequence."""
     first: int
     """Where the run begins."""
 
@@ -67,16 +70,18 @@ class Feed:
         count = len(packed.input_ids)
         least = max(count, least)
         padding = least + -least % whole - count
-        edges, ids, positions = packed.cu_seqlens.cpu(), packed.input_ids, packed.position_ids
+        lengths = packed.lengths
+        ids, positions = packed.input_ids, packed.position_ids
         if padding:
-            edges = torch.cat([edges, edges[-1:] + padding])
+            lengths = (*lengths, padding)
             ids = torch.cat([ids, ids.new_zeros(padding)])
             more = torch.arange(padding, device=positions.device)
             positions = torch.cat([positions, more])
         each = (count + padding) // parts
         first = each * parallel_state.get_context_parallel_rank()
         own = slice(first, first + each)
-        return cls(ids[None, own], positions[own], edges, first)
+        edges = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+        return cls(ids[None, own], positions[own], edges, max(lengths), first)
 
 
 class Network:
@@ -89,7 +94,9 @@ class Network:
         self.arch = arch
         self.layout = layout
         self.shape = shape
-        self._latent = [packed for chunk in chunks for packed in _wrap_latent(chunk)]
+        for chunk in chunks if arch.is_latent else ():
+            for layer in chunk.decoder.layers:
+                PackedRotary(layer.self_attention)
         self._schedule = get_forward_backward_func()
 
     @property
@@ -162,11 +169,8 @@ class Network:
         if chunk.pre_process:
             hidden = chunk.embedding(input_ids=feed.input_ids, position_ids=feed.positions[None])
         rotary = None
-        if self._latent:
-            for latent in self._latent:
-                latent.positions = feed.positions
-        else:
-            rotary = angles(chunk.rotary_pos_emb, feed.positions)
+        if not self.arch.is_latent:
+            rotary = angles(chunk.rotary_pos_emb, feed.positions, feed.longest)
         return cast(
             Tensor,
             chunk.decoder(hidden_states=hidden, attention_mask=feed.edges, rotary_pos_emb=rotary),
@@ -300,12 +304,3 @@ class PolicyNetwork(Network):
                 logits, False, group=parallel_state.get_context_parallel_group()
             )
         return cast(Tensor, logits[: len(micro.packed.input_ids), : self.arch.vocab_size])
-
-
-def _wrap_latent(chunk: GPTModel) -> Iterator[PackedRotary]:
-    """Have layers of latent attention take the positions that they are told."""
-    for layer in chunk.decoder.layers:
-        attention = layer.self_attention
-        if hasattr(attention, "rotary_pos_emb"):
-            attention.rotary_pos_emb = PackedRotary(attention.rotary_pos_emb)
-            yield attention.rotary_pos_emb

@@ -38,6 +38,45 @@ FROM_ELSEWHERE = {
     "variable_seq_lengths": "the packing",
 }
 """Fields that other settings decide."""
+FROM_THE_MODEL = frozenset(
+    {
+        "num_layers",
+        "hidden_size",
+        "ffn_hidden_size",
+        "num_attention_heads",
+        "num_query_groups",
+        "kv_channels",
+        "layernorm_epsilon",
+        "normalization",
+        "qk_layernorm",
+        "add_qkv_bias",
+        "add_bias_linear",
+        "rotary_interleaved",
+        "gated_linear_unit",
+        "activation_func",
+        "num_moe_experts",
+        "moe_router_topk",
+        "moe_ffn_hidden_size",
+        "moe_shared_expert_intermediate_size",
+        "moe_layer_freq",
+        "moe_router_score_function",
+        "moe_router_pre_softmax",
+        "moe_router_enable_expert_bias",
+        "moe_router_num_groups",
+        "moe_router_group_topk",
+        "moe_router_topk_scaling_factor",
+        "multi_latent_attention",
+        "q_lora_rank",
+        "kv_lora_rank",
+        "qk_head_dim",
+        "qk_pos_emb_head_dim",
+        "v_head_dim",
+        "rotary_base",
+        "rope_type",
+        "rotary_scaling_factor",
+    }
+)
+"""Fields that the model's architecture decides."""
 RECOMPUTE = {
     "recompute_granularity": "full",
     "recompute_method": "uniform",
@@ -65,7 +104,8 @@ class Settings:
         """
         known = {field.name for field in fields(MLATransformerConfig)}
         for name in table:
-            if reason := FROM_ELSEWHERE.get(name):
+            reason = "the model" if name in FROM_THE_MODEL else FROM_ELSEWHERE.get(name)
+            if reason is not None:
                 raise ConfigError(f"megatron.{name} follows from {reason}; leave it out")
             if name not in known and name not in OF_LAYOUT and name != OPTIMIZER:
                 near = get_close_matches(name, [*known, *OF_LAYOUT, OPTIMIZER], 1)
@@ -74,6 +114,12 @@ class Settings:
         layout: dict[str, Any] = {
             own: table[name] for name, own in OF_LAYOUT.items() if name in table
         }
+        for name, own in OF_LAYOUT.items():
+            wanted = bool if own == "sequence_parallel" else int
+            value = layout.get(own)
+            if value is not None and (type(value) is not wanted or (wanted is int and value < 1)):
+                kind = "true or false" if wanted is bool else "a whole number from 1 on"
+                raise ConfigError(f"megatron.{name} = {value!r} must be {kind}")
         more = {k: v for k, v in table.items() if k not in OF_LAYOUT and k != OPTIMIZER}
         recompute = RECOMPUTE if train.gradient_checkpointing else {}
         return cls(Layout(**layout), bool(table.get(OPTIMIZER, True)), {**recompute, **more})

@@ -40,7 +40,7 @@ from rlcore.train.megatron.model import build_model
 from rlcore.train.megatron.network import PolicyNetwork
 from rlcore.train.megatron.optimizer import DistributedAdamW
 from rlcore.train.megatron.settings import Settings
-from rlcore.train.megatron.weights import load_weights, united
+from rlcore.train.megatron.weights import load_weights, own_share, united
 from rlcore.train.rates import learning_rate
 from rlcore.train.trainer import (
     DType,
@@ -116,10 +116,13 @@ class MegatronTrainer:
         self._held_tensors = list(held_by(self._policy.chunks, self._policy.arch))
         weights = [weight for held in self._held_tensors if (weight := held.weight) is not None]
         self._optimizer = DistributedAdamW(weights, self._train, divided=self._settings.divided)
-        for held in self._held_tensors:
+        if self._train.precision != "float32":
             # Masters are the folder's weights, not what the precision of the model left of them.
-            if held.parameter is not None:
-                self._optimizer.write("model", held.name, held.tensor)
+            stored = Weights(self._policy.arch, HfFolder(model_folder))
+            for held in self._held_tensors:
+                if held.parameter is not None:
+                    whole = own_share(held.rule, stored.read, held.tensor)
+                    self._optimizer.write("model", held.name, whole.to(self._device))
         self._homes = _homes(self._held_tensors)
         self._writer = ShardWriter()
         self._folder = model_folder

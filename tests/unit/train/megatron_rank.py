@@ -1,9 +1,9 @@
-"""One rank in a process of its own: `python megatron_rank.py RANK WORLD FOLDER JOB`.
+"""One rank in a process of its own: `python megatron_rank.py RANK WORLD FOLDER JOB DEVICE`.
 
 JOB is a pickled list of cases: each is a dict with a `name`, a `model` folder, `layout` (the table
-`megatron`), the `batches` of each share, and what else to do. What came of a case, or went wrong
-with it, is pickled to `FOLDER/NAME.RANK`; after a failure nothing more is tried, since the other
-ranks may wait.
+`megatron`), `shares` of a batch for any number of ranks, and what else to do. What came of a case,
+or went wrong with it, is pickled to `FOLDER/NAME.RANK`; after a failure nothing more is tried,
+since the other ranks may wait.
 """
 
 import pickle
@@ -17,17 +17,18 @@ import torch
 import torch.distributed as dist
 
 from rlcore.config.tree import AlgorithmConfig, TrainConfig
-from rlcore.train.megatron.trainer import MegatronTrainer
+from rlcore.train.make import make_trainer
 
 
-def run(case: dict[str, Any]) -> dict[str, Any]:
+def run(case: dict[str, Any], device: str) -> dict[str, Any]:
     """Trains a batch, and says what the trainer then holds."""
-    trainer = MegatronTrainer(
-        TrainConfig(**{"lr": 1e-2, "num_iterations": 4} | case.get("train", {})),
+    settings = {"lr": 1e-2, "num_iterations": 4, "backend": "megatron"}
+    trainer = make_trainer(
+        TrainConfig(**settings | case.get("train", {})),
         AlgorithmConfig(**case.get("algorithm", {})),
         temperature=1.0,
         seed=0,
-        device="cpu",
+        device=device,
         megatron=case["layout"],
     )
     trainer.load(case["model"], "start")
@@ -45,16 +46,24 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     return out
 
 
-def main(rank: int, world: int, folder: Path, job: Path) -> None:
+def main(rank: int, world: int, folder: Path, job: Path, device: str) -> None:
     """All cases, one after another."""
     torch.set_num_threads(1)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
     store = dist.FileStore(str(folder / "store"), world)
     limit = timedelta(seconds=120)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
+        store=store,
+        rank=rank,
+        world_size=world,
+        timeout=limit,
+    )
     for case in pickle.loads(job.read_bytes()):
         target = folder / f"{case['name']}.{rank}"
         try:
-            out = run(case)
+            out = run(case, device)
         except Exception:
             target.write_bytes(pickle.dumps(traceback.format_exc()))
             raise
@@ -62,4 +71,4 @@ def main(rank: int, world: int, folder: Path, job: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4]))
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4]), sys.argv[5])

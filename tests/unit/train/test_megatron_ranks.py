@@ -3,9 +3,6 @@
 Ranks are processes with gloo. What cannot run on a CPU is in docs/megatron.md.
 """
 
-import pickle
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -13,6 +10,7 @@ from typing import Any
 
 import pytest
 import tiny_families
+from rank_processes import results, run_ranks
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
@@ -25,7 +23,6 @@ from rlcore.models.hf_config import read_hf_config  # noqa: E402
 from rlcore.models.tensors import tensors  # noqa: E402
 from rlcore.train.fsdp.trainer import FsdpTrainer  # noqa: E402
 
-RANK = Path(__file__).with_name("megatron_rank.py")
 TP, PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
 EP, CP = "expert_model_parallel_size", "context_parallel_size"
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -75,31 +72,6 @@ OF_FOUR = [
 ]
 FIGURES = ("loss", "grad_norm", "entropy", "train_rollout_logprob_abs_diff", "rollout/log_probs")
 """That must agree to 1e-4."""
-
-
-def run_ranks(folder: Path, world: int, cases: list[dict[str, Any]]) -> None:
-    """All cases on fresh ranks, one after another."""
-    folder.mkdir(exist_ok=True)
-    (folder / "job").write_bytes(pickle.dumps(cases))
-    command = [sys.executable, "-W", "ignore", RANK]
-    ranks = [
-        subprocess.Popen([*command, str(rank), str(world), folder, folder / "job"])
-        for rank in range(world)
-    ]
-    for rank in ranks:
-        rank.wait(500)
-
-
-def results(folder: Path, name: str, world: int) -> list[dict[str, Any]]:
-    """What each rank says of a case."""
-    found = []
-    for rank in range(world):
-        file = folder / f"{name}.{rank}"
-        assert file.exists(), f"rank {rank} did not come to {name}: a case before it failed"
-        out = pickle.loads(file.read_bytes())
-        assert isinstance(out, dict), out
-        found.append(out)
-    return found
 
 
 @pytest.fixture(scope="module")

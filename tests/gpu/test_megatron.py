@@ -1,0 +1,119 @@
+"""The Megatron trainer on real GPUs, next to FSDP2 on one: a step of RL comes to the same numbers.
+
+Cases run in processes of their own, one a GPU; what they find is printed.
+"""
+
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_families
+from rank_processes import results, run_ranks
+from toy_batches import random_sequences, shares
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("megatron.core")
+
+GPUS = torch.cuda.device_count()
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(GPUS == 0, reason="no CUDA device"),
+]
+TWO = pytest.mark.skipif(GPUS < 2, reason=f"two CUDA devices are needed; there are {GPUS}")
+
+TP, SP, EP = "tensor_model_parallel_size", "sequence_parallel", "expert_model_parallel_size"
+PP, CP, VP = (
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+)
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one": {},
+    "dp2": {},
+    "tp2": {TP: 2},
+    "tp2-sp": {TP: 2, SP: True},
+    "pp2": {PP: 2},
+    "pp2-vp2": {PP: 2, VP: 2},
+    "cp2": {CP: 2},
+    "ep2": {EP: 2},
+}
+ONE = [
+    (family, precision)
+    for family in tiny_families.FAMILIES
+    for precision in ("float32", "bfloat16")
+]
+TWO_GPUS = [
+    *(
+        ("qwen3", layout, precision)
+        for layout in ("dp2", "tp2", "tp2-sp", "pp2", "pp2-vp2", "cp2")
+        for precision in ("float32", "bfloat16")
+    ),
+    ("qwen3_moe", "ep2", "float32"),
+    ("deepseek_v3", "tp2-sp", "float32"),
+]
+FIGURES = ("loss", "grad_norm", "entropy", "rollout/log_probs")
+TOLERANCE = {"float32": 1e-4, "bfloat16": 3e-2}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("families")
+    for family in tiny_families.FAMILIES:
+        tiny_families.build(family, folder / family, layers=4)
+    print("megatron-core", version("megatron-core"), "torch", torch.__version__)
+    return folder
+
+
+def case(models: Path, family: str, layout: str, precision: str, backend: str) -> dict[str, Any]:
+    sequences = random_sequences(10)
+    return {
+        "name": f"{backend}-{family}-{layout}-{precision}",
+        "model": models / family,
+        "layout": LAYOUTS[layout],
+        "shares": {n: shares(sequences, n, micro_batches=3) for n in (1, 2)},
+        "train": {"backend": backend, "precision": precision},
+    }
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory, models: Path) -> Path:
+    """Both backends on one GPU."""
+    folder = tmp_path_factory.mktemp("one")
+    for family, precision in ONE:
+        # A process of its own for each: one that fails hides no other.
+        made = [case(models, family, "one", precision, kind) for kind in ("fsdp", "megatron")]
+        run_ranks(folder / f"{family}-{precision}", 1, made, "cuda")
+    return folder
+
+
+def wanted(one: Path, family: str, precision: str) -> dict[str, float]:
+    folder = one / f"{family}-{precision}"
+    metrics: dict[str, float] = results(folder, f"fsdp-{family}-one-{precision}", 1)[0]["metrics"]
+    return metrics
+
+
+def compare(got: dict[str, float], want: dict[str, float], precision: str) -> None:
+    for name in FIGURES:
+        print(f"{name}: {got[name]:.7g}, FSDP2 {want[name]:.7g}")
+    for name in FIGURES:
+        assert got[name] == pytest.approx(want[name], rel=TOLERANCE[precision]), name
+
+
+@pytest.mark.parametrize(("family", "precision"), ONE)
+def test_a_step_on_one_gpu_is_that_of_fsdp(family: str, precision: str, one: Path) -> None:
+    folder = one / f"{family}-{precision}"
+    got = results(folder, f"megatron-{family}-one-{precision}", 1)[0]
+    compare(got["metrics"], wanted(one, family, precision), precision)
+
+
+@TWO
+@pytest.mark.parametrize(("family", "layout", "precision"), TWO_GPUS)
+def test_a_step_on_two_gpus_is_that_of_fsdp(
+    family: str, layout: str, precision: str, one: Path, models: Path, tmp_path: Path
+) -> None:
+    made = case(models, family, layout, precision, "megatron")
+    run_ranks(tmp_path / "ranks", 2, [made], "cuda")
+    for got in results(tmp_path / "ranks", made["name"], 2):
+        compare(got["metrics"], wanted(one, family, precision), precision)
