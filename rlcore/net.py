@@ -5,6 +5,7 @@ import socket
 import time
 
 PAUSE_S = 0.2
+TRIES = 50
 
 
 def free_port(host: str = "127.0.0.1", port: int = 0) -> int:
@@ -23,6 +24,21 @@ def free_port(host: str = "127.0.0.1", port: int = 0) -> int:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind((host, port))
         return int(probe.getsockname()[1])
+
+
+def free_ports(count: int, host: str = "127.0.0.1") -> int:
+    """The first of `count` TCP ports in a row that nothing listens on at this moment.
+
+    Raises:
+        OSError: none was found in `TRIES` tries.
+    """
+    for _ in range(TRIES):
+        first = free_port(host)
+        with contextlib.suppress(OSError, OverflowError):
+            for port in range(first + 1, first + count):
+                free_port(host, port)
+            return first
+    raise OSError(f"{host} has no {count} free ports in a row")
 
 
 def listens(host: str, port: int, patience_s: float) -> bool:

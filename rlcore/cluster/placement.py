@@ -3,7 +3,8 @@
 Invariants:
 - GPUs are counted by node and then by number: neighbours in rank are neighbours in a machine.
 - Trainer rank r has the r-th GPU. Engines have those behind the trainer's, or, where they share
-  them, the same from the first on; an engine of k GPUs has k neighbours of one node.
+  them, the same from the first on; an engine of k GPUs has k neighbours: of one node, or as many of
+  each of several.
 - What is started again goes where it was: the group lasts as long as the run is open.
 """
 
@@ -11,9 +12,11 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from ipaddress import ip_address
+from itertools import groupby
 from typing import Any
 
 from rlcore.cluster.plan import FleetPlan
@@ -55,7 +58,8 @@ class Demand:
         """What a plan asks for: its trainer, its engines, or both."""
         config = plan.config
         each = config.cluster.rollout_num_gpus_per_engine
-        on_gpus = engines and config.rollout.engine != "embedded"
+        own = engines and not config.rollout.engine_urls
+        on_gpus = own and config.rollout.engine != "embedded"
         return cls(
             trainers=config.world_size if trainer and plan.cuda else 0,
             engines=config.num_engines * each if on_gpus else 0,
@@ -148,9 +152,12 @@ class Placement:
         """Where a rank of the trainer is put."""
         return self._place([self._slots[rank]]) if self._demand.trainers else NOWHERE
 
-    def engine(self, rank: int) -> Place:
-        """Where an engine is put."""
-        return self._place(self._engine_slots(rank)) if self._demand.engines else NOWHERE
+    def engine(self, rank: int) -> tuple[Place, ...]:
+        """Where an engine is put: a place on each of its nodes."""
+        if not self._demand.engines:
+            return (NOWHERE,)
+        by_node = groupby(self._engine_slots(rank), key=lambda slot: slot.node)
+        return tuple(self._place(list(slots)) for _, slots in by_node)
 
     def release(self) -> None:
         """Give the GPUs back. What still runs on them is ended by Ray."""
@@ -173,12 +180,13 @@ class Placement:
 
     def _check_nodes(self) -> None:
         for rank in range(self._demand.engines // self._demand.each):
-            nodes = sorted({slot.node for slot in self._engine_slots(rank)})
-            if len(nodes) > 1:
+            nodes = Counter(slot.node for slot in self._engine_slots(rank))
+            if len(set(nodes.values())) > 1:
                 raise ClusterError(
                     f"engine {rank} would have its {self._demand.each} GPUs "
-                    f"(cluster.rollout_num_gpus_per_engine) on the nodes {', '.join(nodes)}; an "
-                    "engine lies on one node: ask for a number that divides a node's GPUs"
+                    "(cluster.rollout_num_gpus_per_engine) unevenly on nodes: "
+                    + ", ".join(f"{count} of {node}" for node, count in nodes.items())
+                    + "; ask for a number that divides a node's GPUs, or is a multiple of them"
                 )
 
 

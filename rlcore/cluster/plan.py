@@ -69,6 +69,8 @@ def engine_spec(plan: FleetPlan) -> EngineSpec:
         context_length=rollout.context_length,
         max_running_requests=rollout.max_running_requests,
         tensor_parallel=tensor_parallel(plan.config),
+        gpus=plan.config.cluster.rollout_num_gpus_per_engine,
+        urls=tuple(rollout.engine_urls),
         random_seed=plan.config.run.seed,
         start_timeout_s=rollout.start_timeout_s,
         check_interval_s=rollout.health_check_interval_s,

@@ -13,7 +13,7 @@ import pytest_asyncio
 
 from rlcore.cluster import placement as module
 from rlcore.cluster import ray_session
-from rlcore.cluster.placement import Demand, Place, Placement
+from rlcore.cluster.placement import Demand, Place, Placement, Slot
 from rlcore.errors import ClusterError
 
 
@@ -61,7 +61,7 @@ async def sees(place: Place) -> str | None:
 async def test_engines_lie_behind_the_trainer_each_on_neighbours(reserve: Any) -> None:
     placement = await reserve(2, 2, 2, False)
     assert [placement.trainer(rank).gpus for rank in (0, 1)] == [("0",), ("1",)]
-    assert placement.engine(0).gpus == ("2", "3")
+    assert [place.gpus for place in placement.engine(0)] == [("2", "3")]
     assert await sees(placement.trainer(1)) == "1"
 
 
@@ -69,8 +69,9 @@ async def test_a_colocated_engine_has_the_gpus_of_the_ranks(reserve: Any) -> Non
     import ray
 
     placement = await reserve(4, 4, 2, True)
-    assert [placement.engine(rank).gpus for rank in (0, 1)] == [("0", "1"), ("2", "3")]
-    both = [placement.trainer(2), placement.engine(1)]
+    places = [place for rank in (0, 1) for place in placement.engine(rank)]
+    assert [place.gpus for place in places] == [("0", "1"), ("2", "3")]
+    both = [placement.trainer(2), places[1]]
     assert [await sees(place) for place in both] == ["2", "2"]
     assert ray.available_resources().get("GPU", 0) == 0
 
@@ -97,4 +98,19 @@ async def test_more_than_there_are_is_an_error_at_once(reserve: Any) -> None:
 
 async def test_on_cpus_nothing_is_held() -> None:
     placement = await Placement.reserve(Demand(0, 0, 1, False), "local")
-    assert placement.engine(0) == placement.trainer(0) == module.NOWHERE
+    assert placement.engine(0) == (placement.trainer(0),) == (module.NOWHERE,)
+
+
+def test_an_engine_may_lie_on_several_nodes_with_as_many_gpus_of_each() -> None:
+    slots = [Slot(k, f"10.0.0.{1 + k // 2}", str(k % 2)) for k in range(8)]
+    even = Placement(Demand(0, 8, 4, False), object(), slots)
+    even._check_nodes()
+    assert [[place.gpus for place in even.engine(rank)] for rank in (0, 1)] == [
+        [("0", "1"), ("0", "1")],
+        [("0", "1"), ("0", "1")],
+    ]
+    uneven = Placement(Demand(0, 6, 3, False), object(), slots[:6])
+    with pytest.raises(
+        ClusterError, match=r"unevenly on nodes: 2 of 10\.0\.0\.1, 1 of 10\.0\.0\.2"
+    ):
+        uneven._check_nodes()

@@ -351,3 +351,9 @@ def test_the_asynchronous_script_is_a_mode() -> None:
     assert (endless.run.mode, endless.rollout.custom_rollout_function_path) == ("fully-async", None)
     assert endless.weights.transport == "distributed"
     assert "is for train_async.py" in refusals(f"{SHORTEST} --rollout-function-path {path}")
+
+
+def test_engines_that_run_already_are_named_by_their_addresses() -> None:
+    config = config_of(f"{SHORTEST} --rollout-external-engine-addrs 10.0.0.1:30000 10.0.0.2:30000")
+    assert config.rollout.engine_urls == ["http://10.0.0.1:30000", "http://10.0.0.2:30000"]
+    assert (config.num_engines, config.cluster.rollout_num_gpus) == (2, 2)
