@@ -115,8 +115,13 @@ async def evaluate_checkpoint(
             f"run {config.run.id} was made without [reward], so nothing can score its responses; "
             "a run of run.mode = 'sft' may have one for this"
         )
+    own = config.rollout.model_copy(update={"engine_urls": []})
     config = config.model_copy(
-        update={"eval": config.eval.model_copy(update={"datasets": list(datasets)})}
+        update={
+            "eval": config.eval.model_copy(update={"datasets": list(datasets)}),
+            # Engines that others started hold weights of a run.
+            "rollout": own,
+        }
     )
     attempt = new_attempt()
     prefix = evaluation_prefix(config.run.id, checkpoint.iteration, attempt)

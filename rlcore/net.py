@@ -7,6 +7,7 @@ import time
 import psutil
 
 PAUSE_S = 0.2
+TRIES = 50
 
 
 def free_port(host: str = "127.0.0.1", port: int = 0) -> int:
@@ -43,6 +44,21 @@ def interface_of(address: str) -> str | None:
         if any(one.address == address for one in addresses):
             return name
     return None
+
+
+def free_ports(count: int, host: str = "127.0.0.1") -> int:
+    """The first of `count` TCP ports in a row that nothing listens on at this moment.
+
+    Raises:
+        OSError: none was found in `TRIES` tries.
+    """
+    for _ in range(TRIES):
+        first = free_port(host)
+        with contextlib.suppress(OSError, OverflowError):
+            for port in range(first + 1, first + count):
+                free_port(host, port)
+            return first
+    raise OSError(f"{host} has no {count} free ports in a row")
 
 
 def listens(host: str, port: int, patience_s: float) -> bool:

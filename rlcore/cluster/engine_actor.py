@@ -12,10 +12,24 @@ from rlcore.cluster.actor_logs import Line, Lines
 from rlcore.engine.launch import EngineProcess, embedded_argv
 from rlcore.engine.options import check_options
 from rlcore.engine.sglang import Argument, sglang_argv
-from rlcore.net import free_port
+from rlcore.net import free_port, free_ports
 from rlcore.weights.delta.server import MirrorServer, MirrorSpec
 
 log = logging.getLogger("sluice.engine")
+
+
+MEETING_PORTS = 7
+"""Ports that a server takes from the one at which its processes meet, as SGLang counts them."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One node's part of an engine that lies on several."""
+
+    rank: int
+    count: int
+    meeting: str
+    """HOST:PORT of the first one's node."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +43,10 @@ class EngineSpec:
     context_length: int | None = None
     max_running_requests: int | None = None
     tensor_parallel: int = 1
+    gpus: int = 1
+    """Of one engine: tensor-parallel x pipeline-parallel size."""
+    urls: tuple[str, ...] = ()
+    """Engines that somebody else started, in place of ones that are started here."""
     random_seed: int = 0
     start_timeout_s: float = 600.0
     check_interval_s: float = 1.0
@@ -79,12 +97,17 @@ class EngineActor:
             self._mirror.start()
         return self._mirror.url
 
-    def start(self, weight_version: str, port: int | None) -> str:
+    def meeting(self) -> str:
+        """Address at which the parts of the engine may meet: of this node, free now."""
+        return f"{self._host}:{free_ports(MEETING_PORTS, self._host)}"
+
+    def start(self, weight_version: str, port: int | None, part: Part | None) -> str:
         """Start the server and wait until it answers.
 
         Args:
             weight_version: that it reports.
             port: to listen at; None: a free one.
+            part: of an engine that lies on several nodes.
 
         Returns:
             Its URL.
@@ -95,27 +118,7 @@ class EngineActor:
         """
         spec, host, port = self._spec, self._host, port or free_port(self._host)
         if spec.engine == "sglang":
-            check_options(spec.sglang)
-            own: dict[str, Argument] = {
-                "weight_version": weight_version,
-                "random_seed": spec.random_seed + self._rank,
-            }
-            if spec.routed_experts:
-                own["enable_return_routed_experts"] = True
-            if spec.max_running_requests is not None:
-                own["max_running_requests"] = spec.max_running_requests
-            if spec.releases_memory:
-                # slime's setting too: graphs of prefill do not survive a release.
-                own |= {"enable_memory_saver": True, "disable_prefill_cuda_graph": True}
-            argv = sglang_argv(
-                spec.model_path,
-                port,
-                tp=spec.tensor_parallel,
-                dtype=spec.dtype,
-                context_length=spec.context_length,
-                host=host,
-                extra=own | spec.sglang,
-            )
+            argv = self._sglang(weight_version, port, part)
         else:
             argv = embedded_argv(
                 spec.model_path,
@@ -129,11 +132,42 @@ class EngineActor:
                 routed_experts=spec.routed_experts,
             )
         self._process = EngineProcess(port, host)
-        path = Path(spec.log_dir) / f"engine-{self._rank}.log"
+        name = f"engine-{self._rank}" + (f"-node-{part.rank}" if part else "")
+        path = Path(spec.log_dir) / f"{name}.log"
         self._process.start(argv, path, self._env)
         self._process.wait_healthy(spec.start_timeout_s)
         log.info("%s engine at %s, log in %s", spec.engine, self._process.url, path)
         return self._process.url
+
+    def _sglang(self, weight_version: str, port: int, part: Part | None) -> list[str]:
+        spec = self._spec
+        check_options(spec.sglang)
+        own: dict[str, Argument] = {
+            "weight_version": weight_version,
+            "random_seed": spec.random_seed + self._rank,
+        }
+        if spec.routed_experts:
+            own["enable_return_routed_experts"] = True
+        if spec.max_running_requests is not None:
+            own["max_running_requests"] = spec.max_running_requests
+        if spec.releases_memory:
+            # slime's setting too: graphs of prefill do not survive a release.
+            own |= {"enable_memory_saver": True, "disable_prefill_cuda_graph": True}
+        extra = own | spec.sglang
+        if part is not None:
+            extra |= {"nnodes": part.count, "node_rank": part.rank, "dist_init_addr": part.meeting}
+        elif spec.sglang.get("enable_dp_attention"):
+            # Its processes meet at ports that follow from this one.
+            extra["dist_init_addr"] = self.meeting()
+        return sglang_argv(
+            spec.model_path,
+            port,
+            host=self._host,
+            tp=spec.tensor_parallel,
+            dtype=spec.dtype,
+            context_length=spec.context_length,
+            extra=extra,
+        )
 
     def lines(self) -> list[Line]:
         """What was logged since the last call."""

@@ -69,7 +69,9 @@ class Fleet:
         )
         self._limits = Limits.of_model(str(plan.model_folder), plan.config.rollout.context_length)
         self.start_state = start_state
-        self.engine_version: int | None = START_VERSION
+        # Engines that others started hold who knows what until they are given weights.
+        theirs = bool(plan.config.rollout.engine_urls)
+        self.engine_version: int | None = None if theirs else START_VERSION
         self.trainer_state: str | None = start_state
 
     @classmethod

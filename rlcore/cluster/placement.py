@@ -6,7 +6,8 @@ Invariants:
   first, and engines are spread over the same nodes in order.
 - A run on one node listens on loopback alone; over several, engines listen at their node's address.
 - Trainer rank r has the r-th GPU. Engines have those behind the trainer's, or, where they share
-  them, the same from the first on; an engine of k GPUs has k neighbours of one node.
+  them, the same from the first on; an engine of k GPUs has k neighbours: of one node, or as many of
+  each of several.
 - What is started again goes where it was: the group lasts as long as the run is open.
 """
 
@@ -14,9 +15,11 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from ipaddress import ip_address
+from itertools import groupby
 from typing import Any
 
 from rlcore.cluster.nodes import LOOPBACK, Node, computing_nodes, is_alone, this_node
@@ -64,7 +67,8 @@ class Demand:
         """What a plan asks for: its trainer, its engines, or both."""
         config = plan.config
         each = config.cluster.rollout_num_gpus_per_engine
-        on_gpus = engines and config.rollout.engine != "embedded"
+        own = engines and not config.rollout.engine_urls
+        on_gpus = own and config.rollout.engine != "embedded"
         return cls(
             trainers=config.world_size if trainer and plan.cuda else 0,
             engines=config.num_engines * each if on_gpus else 0,
@@ -175,11 +179,12 @@ class Placement:
             return self._place([self._slots[rank]])
         return self._beside(rank, self._demand.ranks)
 
-    def engine(self, rank: int) -> Place:
-        """Where an engine is put."""
-        if self._demand.engines:
-            return self._place(self._engine_slots(rank))
-        return self._beside(rank, self._demand.servers)
+    def engine(self, rank: int) -> tuple[Place, ...]:
+        """Where an engine is put: a place on each of its nodes."""
+        if not self._demand.engines:
+            return (self._beside(rank, self._demand.servers),)
+        by_node = groupby(self._engine_slots(rank), key=lambda slot: slot.node)
+        return tuple(self._place(list(slots)) for _, slots in by_node)
 
     def worker(self) -> Place:
         """Where the rollout worker is put: on the first node, since it talks to all engines."""
@@ -222,12 +227,13 @@ class Placement:
 
     def _check_nodes(self) -> None:
         for rank in range(self._demand.engines // self._demand.each):
-            nodes = sorted({slot.node.address for slot in self._engine_slots(rank)})
-            if len(nodes) > 1:
+            nodes = Counter(slot.node.address for slot in self._engine_slots(rank))
+            if len(set(nodes.values())) > 1:
                 raise ClusterError(
                     f"engine {rank} would have its {self._demand.each} GPUs "
-                    f"(cluster.rollout_num_gpus_per_engine) on the nodes {', '.join(nodes)}; an "
-                    "engine lies on one node: ask for a number that divides a node's GPUs"
+                    "(cluster.rollout_num_gpus_per_engine) unevenly on nodes: "
+                    + ", ".join(f"{count} of {node}" for node, count in nodes.items())
+                    + "; ask for a number that divides a node's GPUs, or is a multiple of them"
                 )
 
 

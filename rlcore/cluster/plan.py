@@ -7,7 +7,7 @@ from rlcore.cluster.engine_actor import EngineSpec
 from rlcore.cluster.rollout_plan import RolloutPlan
 from rlcore.config import RunConfig, config_digest
 from rlcore.config.engines import tensor_parallel
-from rlcore.config.section import Scalar
+from rlcore.engine.sglang import Argument
 from rlcore.slime.compat.attributes import slime_args_of
 from rlcore.starting_model import model_digest, model_path
 from rlcore.store.credentials import all_options
@@ -77,6 +77,8 @@ def engine_spec(plan: FleetPlan) -> EngineSpec:
         context_length=rollout.context_length,
         max_running_requests=rollout.max_running_requests,
         tensor_parallel=tensor_parallel(plan.config),
+        gpus=plan.config.cluster.rollout_num_gpus_per_engine,
+        urls=tuple(rollout.engine_urls),
         random_seed=plan.config.run.seed,
         routed_experts=rollout.use_rollout_routing_replay,
         start_timeout_s=rollout.start_timeout_s,
@@ -88,9 +90,9 @@ def engine_spec(plan: FleetPlan) -> EngineSpec:
     )
 
 
-def _engine_numerics(config: RunConfig) -> dict[str, Scalar]:
+def _engine_numerics(config: RunConfig) -> dict[str, Argument]:
     """SGLang's settings that go with those of the trainer; the configuration's own come first."""
-    own: dict[str, Scalar] = {}
+    own: dict[str, Argument] = {}
     if config.train.deterministic or config.is_on_policy_by_kernels:
         own["enable_deterministic_inference"] = True
     if config.is_on_policy_by_kernels:

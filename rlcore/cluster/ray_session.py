@@ -191,6 +191,14 @@ def disconnect() -> None:
         ray.shutdown()
 
 
+def own_address() -> str:
+    """Where others of the cluster reach servers of this actor: loopback where it has one node."""
+    import ray
+
+    nodes = {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+    return str(ray.util.get_node_ip_address()) if len(nodes) > 1 else "127.0.0.1"
+
+
 def actor_class(kind: type) -> Any:
     """A class whose instances are Ray actors that are never restarted and whose calls are never
     repeated.

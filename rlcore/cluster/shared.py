@@ -68,9 +68,13 @@ def remove_scratch(nodes: Sequence[Node], scratch: Path) -> None:
     """Remove what actors have left in the scratch folder of other nodes; nobody waits for it."""
     import ray
 
-    task = ray.remote(num_cpus=0, max_retries=0)(shutil.rmtree)
+    task = ray.remote(num_cpus=0, max_retries=0)(_remove)
     for node in nodes:
-        task.options(**node.options).remote(str(scratch), ignore_errors=True)
+        task.options(**node.options).remote(str(scratch))
+
+
+def _remove(folder: str) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 async def _check_seen(nodes: Sequence[Node], folder: Path, what: str) -> None:

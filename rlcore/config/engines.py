@@ -63,6 +63,8 @@ def check_engines(config: "RunConfig") -> None:
             f"cluster.rollout_num_gpus = {total} is no multiple of "
             f"cluster.rollout_num_gpus_per_engine = {each}"
         )
+    if config.rollout.engine_urls:
+        _check_external(config)
     if config.rollout.engine == "sglang":
         _check_count(config)
         _check_arguments(config)
@@ -116,16 +118,38 @@ def _size(config: "RunConfig", name: str) -> int:
 
 
 def _check_count(config: "RunConfig") -> None:
-    engines, cluster = config.rollout.num_engines, config.cluster
-    if engines is not None:
-        used = engines * cluster.rollout_num_gpus_per_engine
-        if used != cluster.rollout_num_gpus:
+    cluster, count = config.cluster, config.num_engines
+    used = count * cluster.rollout_num_gpus_per_engine
+    if used != cluster.rollout_num_gpus:
+        urls = config.rollout.engine_urls
+        said = f"rollout.engine_urls has {count}" if urls else f"rollout.num_engines = {count}"
+        raise ValueError(
+            f"{said} engines, which with cluster.rollout_num_gpus_per_engine = "
+            f"{cluster.rollout_num_gpus_per_engine} have {used} GPUs, but cluster.rollout_num_gpus "
+            f"= {cluster.rollout_num_gpus}; set that to {used}"
+        )
+
+
+def _check_external(config: "RunConfig") -> None:
+    urls, rollout = config.rollout.engine_urls, config.rollout
+    if len(set(urls)) != len(urls):
+        raise ValueError(f"rollout.engine_urls names an engine twice: {', '.join(urls)}")
+    for name, value in (
+        ("rollout.num_engines", rollout.num_engines),
+        ("rollout.max_running_requests", rollout.max_running_requests),
+        ("cluster.colocate", config.cluster.colocate),
+        *((f"sglang.{key}", True) for key in config.sglang),
+    ):
+        if value:
             raise ValueError(
-                f"rollout.num_engines = {engines} engines of "
-                f"cluster.rollout_num_gpus_per_engine = {cluster.rollout_num_gpus_per_engine} have "
-                f"{used} GPUs, but cluster.rollout_num_gpus = {cluster.rollout_num_gpus}; set that "
-                f"to {used}, or remove rollout.num_engines"
+                f"{name} is about engines that the run starts itself, and rollout.engine_urls "
+                "names ones that run already; remove it"
             )
+    if not config.trains and config.generates:
+        raise ValueError(
+            f"rollout.engine_urls with run.mode = {config.run.mode!r}: no trainer gives those "
+            "engines the starting model; let the run start its engines"
+        )
 
 
 def _check_arguments(config: "RunConfig") -> None:

@@ -23,6 +23,7 @@ class RolloutConfig(Section):
             "health_check_interval_s",
             "health_check_timeout_s",
             "num_engines",
+            "engine_urls",
             "max_refills",
         }
     )
@@ -87,6 +88,8 @@ class RolloutConfig(Section):
     """Engines say which experts each token was sent to, and the trainer sends it to the same."""
     num_engines: PositiveInt | None = None
     """Engines to run; default: cluster.rollout_num_gpus / cluster.rollout_num_gpus_per_engine."""
+    engine_urls: list[Annotated[Url, Field(pattern=r"^https?://")]] = []
+    """Servers that run already, in place of engines that the run starts; they get its weights."""
     max_running_requests: PositiveInt | None = None
     """Requests an engine works on at once; default: the engine's own choice."""
     concurrency: PositiveInt = 512
@@ -128,8 +131,10 @@ class RolloutConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _teacher_has_no_login(self) -> "RolloutConfig":
+    def _servers_have_no_login(self) -> "RolloutConfig":
         check_no_login("rollout.teacher_url", self.teacher_url or "")
+        for url in self.engine_urls:
+            check_no_login("rollout.engine_urls", url)
         return self
 
     @model_validator(mode="after")

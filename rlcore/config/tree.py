@@ -596,8 +596,10 @@ class RunConfig(Section):
     @property
     def num_engines(self) -> int:
         """Engines of the run."""
-        return self.rollout.num_engines or (
-            self.cluster.rollout_num_gpus // self.cluster.rollout_num_gpus_per_engine
+        return (
+            len(self.rollout.engine_urls)
+            or self.rollout.num_engines
+            or self.cluster.rollout_num_gpus // self.cluster.rollout_num_gpus_per_engine
         )
 
     @property

@@ -17,6 +17,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
+from http.client import HTTPResponse
 from pathlib import Path
 
 from rlcore.errors import EngineError
@@ -104,13 +105,7 @@ class EngineProcess:
 
     def answers(self, timeout: float = 5.0) -> bool:
         """Whether /health answers 200 within `timeout` seconds."""
-        # No proxy, whatever the environment says: the engine is on this machine.
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        try:
-            with opener.open(f"{self.url}/health", timeout=timeout) as response:
-                return bool(response.status == 200)
-        except (urllib.error.URLError, OSError):
-            return False
+        return answers(self.url, timeout)
 
     def wait_healthy(self, timeout: float) -> None:
         """Return once /health answers 200; EngineError, with the end of the log, if the process
@@ -158,3 +153,23 @@ def _signal_group(pid: int, number: signal.Signals) -> None:
     # Nothing may be left of the group.
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, number)
+
+
+def answers(url: str, timeout: float) -> bool:
+    """Whether /health of an engine answers 200 within `timeout` seconds."""
+    try:
+        with open_directly(f"{url}/health", timeout) as response:
+            return bool(response.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def open_directly(url: str, timeout: float) -> HTTPResponse:
+    """GET, without the proxies of the environment: engines are within a cluster.
+
+    Raises:
+        URLError, OSError: no answer, or one that says no.
+    """
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    response: HTTPResponse = opener.open(url, timeout=timeout)
+    return response

@@ -40,6 +40,11 @@ def stored_run(value: str) -> str:
     return value
 
 
+def engine_urls(value: list[str]) -> list[str]:
+    """Addresses of engines as URLs."""
+    return [one if "://" in one else f"http://{one}" for one in value]
+
+
 def negated(value: bool) -> bool:
     """Of an argument that switches off."""
     return not value

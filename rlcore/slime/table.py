@@ -281,7 +281,7 @@ ROLLOUT = (
     ),
     Argument("rollout-data-transport", "str", Held("batches travel through the store")),
     Argument(
-        "rollout-external-engine-addrs", "strs", Refused("engines are started by the run itself")
+        "rollout-external-engine-addrs", "strs", Setting("rollout.engine_urls", convert.engine_urls)
     ),
     Argument("rollout-buffer-url", "str", Refused("the buffer is in the rollout's manifest")),
     Argument("fetch-trajectory-retry-times", "int", Refused("there is no external buffer")),

@@ -334,6 +334,8 @@ def _cluster(given: dict[str, Any], done: Translation) -> None:
             if chosen is not None:
                 _set(done, f"cluster.{name.replace('-', '_')}", chosen)
         engines = engines or trainers
+    if theirs := given.get("rollout-external-engine-addrs"):
+        engines = engines or len(theirs) * given.get("rollout-num-gpus-per-engine", 1)
     if engines is None and _generates(done):
         raise ConfigError("--rollout-num-gpus is missing: without --colocate it has no default")
     if engines is not None:

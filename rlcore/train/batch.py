@@ -349,7 +349,7 @@ class _Samples:
             advantages=advantage,
             execution_tokens=execution_tokens,
             images=images,
-            experts=self._experts_of(row, len(tokens)) if self.experts else None,
+            experts=self._experts_of(row, len(tokens)) if self.experts else None,  # type: ignore[arg-type]
             **{name: self.log_probs[name].row(row) for name in given},  # type: ignore[arg-type]
         )
 
@@ -369,4 +369,4 @@ class _Samples:
         if missing > 0 and mask is not None and not mask[-missing:].any():
             rest = np.broadcast_to(np.arange(shape[2], dtype=flat.dtype), (missing, *shape[1:]))
             told = np.concatenate([told, rest])
-        return told  # type: ignore[no-any-return]
+        return told.astype(flat.dtype, copy=False)

@@ -128,8 +128,11 @@ class Trainer(Protocol):
     """Name of the state that is held; None before the first load."""
     dirty: bool
     """A batch was begun and not finished: the weights are those of no state."""
-    images: ImageProcessor | None
-    """Of the model that is held; None where it takes no images."""
+
+    @property
+    def images(self) -> ImageProcessor | None:
+        """Of the model that is held; None where it takes no images."""
+
     ranks: Ranks
     """Those that a batch is dealt out to; others beside this one may see the same samples."""
 

@@ -65,7 +65,7 @@ async def sees(place: Place) -> str | None:
 async def test_engines_lie_behind_the_trainer_each_on_neighbours(reserve: Any) -> None:
     placement = await reserve(2, 2, 2, False)
     assert [placement.trainer(rank).gpus for rank in (0, 1)] == [("0",), ("1",)]
-    assert placement.engine(0).gpus == ("2", "3")
+    assert [place.gpus for place in placement.engine(0)] == [("2", "3")]
     assert await sees(placement.trainer(1)) == "1"
 
 
@@ -73,8 +73,9 @@ async def test_a_colocated_engine_has_the_gpus_of_the_ranks(reserve: Any) -> Non
     import ray
 
     placement = await reserve(4, 4, 2, True)
-    assert [placement.engine(rank).gpus for rank in (0, 1)] == [("0", "1"), ("2", "3")]
-    both = [placement.trainer(2), placement.engine(1)]
+    places = [place for rank in (0, 1) for place in placement.engine(rank)]
+    assert [place.gpus for place in places] == [("0", "1"), ("2", "3")]
+    both = [placement.trainer(2), places[1]]
     assert [await sees(place) for place in both] == ["2", "2"]
     assert ray.available_resources().get("GPU", 0) == 0
 
@@ -101,7 +102,8 @@ async def test_more_than_there_are_is_an_error_at_once(reserve: Any) -> None:
 
 async def test_on_the_only_node_nothing_without_gpus_is_pinned(reserve: Any) -> None:
     placement = await reserve(0, 0, 1, False)
-    assert placement.engine(0) == placement.trainer(0) == placement.worker() == module.NOWHERE
+    assert placement.engine(0) == (module.NOWHERE,)
+    assert placement.trainer(0) == placement.worker() == module.NOWHERE
     assert placement.others() == []
 
 
@@ -120,7 +122,7 @@ def test_ranks_and_engines_fill_nodes_in_order(two_nodes: list[Node]) -> None:
     placement = Placement(Demand(0, 0, 1, False, nodes=2, ranks=4, servers=3), two_nodes)
     ids = [placement.trainer(rank).options["scheduling_strategy"].node_id for rank in range(4)]
     assert ids == [two_nodes[0].id] * 2 + [two_nodes[1].id] * 2
-    hosts = [placement.engine(rank).host for rank in range(3)]
+    hosts = [placement.engine(rank)[0].host for rank in range(3)]
     assert hosts == [two_nodes[0].address] * 2 + [two_nodes[1].address]
     assert placement.worker().options["scheduling_strategy"].node_id == two_nodes[0].id
     assert placement.others() == two_nodes[1:]
@@ -128,7 +130,7 @@ def test_ranks_and_engines_fill_nodes_in_order(two_nodes: list[Node]) -> None:
 
 def test_a_run_on_one_node_of_many_stays_on_it_and_on_loopback(two_nodes: list[Node]) -> None:
     placement = Placement(Demand(0, 0, 1, False, servers=2), two_nodes[1:])
-    for place in (placement.engine(1), placement.worker()):
+    for place in (placement.engine(1)[0], placement.worker()):
         assert place.host == "127.0.0.1"
         assert place.options["scheduling_strategy"].node_id == two_nodes[1].id
 
@@ -139,7 +141,7 @@ def test_engines_on_gpus_of_two_nodes_listen_at_their_nodes_addresses(
     slots = [Slot(i, two_nodes[i // 2], str(i % 2)) for i in range(4)]
     demand = Demand(2, 2, 1, False, nodes=1, ranks=2, servers=2)
     placement = Placement(demand, two_nodes, None, slots)
-    assert [placement.engine(rank).host for rank in (0, 1)] == ["10.9.8.7"] * 2
+    assert [placement.engine(rank)[0].host for rank in (0, 1)] == ["10.9.8.7"] * 2
 
 
 async def test_a_folder_that_a_node_does_not_see_is_named_with_the_node(
@@ -154,3 +156,19 @@ async def test_a_folder_that_a_node_does_not_see_is_named_with_the_node(
 def test_the_way_to_this_machine_is_its_loopback() -> None:
     assert interface_of(own_address("127.0.0.1")) == "lo"
     assert interface_of("203.0.113.7") is None
+
+
+def test_an_engine_may_lie_on_several_nodes_with_as_many_gpus_of_each() -> None:
+    nodes = [Node(f"10.0.0.{k}", f"{k}" * 56) for k in (1, 2, 3, 4)]
+    slots = [Slot(k, nodes[k // 2], str(k % 2)) for k in range(8)]
+    even = Placement(Demand(0, 8, 4, False), nodes, object(), slots)
+    even._check_nodes()
+    assert [[place.gpus for place in even.engine(rank)] for rank in (0, 1)] == [
+        [("0", "1"), ("0", "1")],
+        [("0", "1"), ("0", "1")],
+    ]
+    uneven = Placement(Demand(0, 6, 3, False), nodes[:3], object(), slots[:6])
+    with pytest.raises(
+        ClusterError, match=r"unevenly on nodes: 2 of 10\.0\.0\.1, 1 of 10\.0\.0\.2"
+    ):
+        uneven._check_nodes()

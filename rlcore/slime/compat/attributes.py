@@ -22,6 +22,7 @@ BACK: dict[Callable[[Any], Any], Callable[[Any], Any]] = {
     convert.rollout_only: lambda mode: mode == "debug-rollout-only",
     convert.train_only: lambda mode: mode in WITHOUT_ENGINES,
     convert.stored_run: lambda name: name or None,
+    convert.engine_urls: lambda urls: [url.partition("://")[2] for url in urls] or None,
     convert.minutes: lambda seconds: seconds / convert.MINUTE_S,
     convert.positive_or_none: lambda value: -1 if value is None else value,
     convert.dynamic_filter: lambda name: next(
@@ -46,7 +47,8 @@ SEVERAL: dict[str, Callable[[Tree], Any]] = {
         else tree["algorithm"].get("loss_type", "policy_loss")
     ),
     "rollout_num_engines": lambda tree: (
-        tree["rollout"].get("num_engines")
+        len(tree["rollout"].get("engine_urls", ()))
+        or tree["rollout"].get("num_engines")
         or tree["cluster"]["rollout_num_gpus"] // tree["cluster"]["rollout_num_gpus_per_engine"]
     ),
     "world_size": lambda tree: (

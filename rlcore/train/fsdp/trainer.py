@@ -165,7 +165,7 @@ class FsdpTrainer:
                 policy.score(packed, rows, self._temperature)
             log_probs, entropy = policy.score(packed, rows, self._temperature)
             used = log_probs if self._algorithm.entropy_coef == 0 else log_probs + entropy
-            (used.sum() * 0.0).backward()  # type: ignore[no-untyped-call]
+            (used.sum() * 0.0).backward()
         optimizer.drop_gradients()
         policy.expert_load.reset()
 
@@ -356,9 +356,9 @@ class FsdpTrainer:
             Passes(policy),
             optimizer,
             self.ranks,
-            critic=critic and Critic(CriticPasses(critic.model), critic.optimizer),
-            reference=reference and Scorer(reference),
-            teacher=teacher and Scorer(teacher),
+            critic=None if critic is None else Critic(CriticPasses(critic.model), critic.optimizer),
+            reference=None if reference is None else Scorer(reference),
+            teacher=None if teacher is None else Scorer(teacher),
         )
         # Before anything is begun: a function that cannot be loaded leaves all as it is.
         return BatchLoop(models, settings, batch, Functions(algorithm, self._temperature))

@@ -63,6 +63,31 @@ def test_an_engine_s_gpus_are_tensor_times_pipeline_parallel(
         ({"api_key": "x"}, {}, ("sglang.api_key", "secret")),
         (
             {},
+            {"rollout": {"engine_urls": ["http://a:1", "http://b:2"]}},
+            ("rollout.engine_urls has 2 engines", "8 GPUs", "cluster.rollout_num_gpus = 4"),
+        ),
+        (
+            {"page_size": 16},
+            {"rollout": {"engine_urls": ["http://a:1"]}},
+            ("sglang.page_size", "rollout.engine_urls", "remove it"),
+        ),
+        (
+            {},
+            {"rollout": {"engine_urls": ["http://a:1"]}, "cluster": {"colocate": True}},
+            ("cluster.colocate", "rollout.engine_urls"),
+        ),
+        (
+            {},
+            {"rollout": {"engine_urls": ["http://a:1"]}, "run": {"mode": "debug-rollout-only"}},
+            ("rollout.engine_urls", "'debug-rollout-only'", "no trainer"),
+        ),
+        (
+            {},
+            {"rollout": {"engine_urls": ["http://a:1", "http://a:1"]}},
+            ("names an engine twice", "http://a:1"),
+        ),
+        (
+            {},
             {"rollout": {"num_engines": 3}},
             ("rollout.num_engines = 3", "12 GPUs", "cluster.rollout_num_gpus = 4"),
         ),

@@ -368,3 +368,9 @@ def test_changes_alone_may_be_sent() -> None:
     line = f"{SHORTEST} --update-weight-mode delta --update-weight-local-checkpoint-dir /w "
     assert config_of(line + "--update-weight-transport disk").weights.transport == "delta"
     assert "or delta with disk" in refusals(line)
+
+
+def test_engines_that_run_already_are_named_by_their_addresses() -> None:
+    config = config_of(f"{SHORTEST} --rollout-external-engine-addrs 10.0.0.1:30000 10.0.0.2:30000")
+    assert config.rollout.engine_urls == ["http://10.0.0.1:30000", "http://10.0.0.2:30000"]
+    assert (config.num_engines, config.cluster.rollout_num_gpus) == (2, 2)
