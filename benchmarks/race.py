@@ -245,13 +245,16 @@ class Race:
             self._note(self)
             self.ours.append(sluice.turn())
             say(f"turn {turn}: Sluice {self.ours[-1]:.2f} s")
-            if peer is None or "peer" in self.errors:
-                continue
-            try:
-                self.theirs.append(peer.turn())
-                say(f"turn {turn}: TRL {self.theirs[-1]['seconds']:.2f} s")
-            except (RuntimeError, TimeoutError, OSError) as error:
-                self.failed("peer", error)
+            if peer is not None and "peer" not in self.errors:
+                self._peer_turn(peer)
+            self.found["gpu_used_gb"] = gpu_used_gb()
+
+    def _peer_turn(self, peer: Peer) -> None:
+        try:
+            self.theirs.append(peer.turn())
+            say(f"TRL {self.theirs[-1]['seconds']:.2f} s")
+        except (RuntimeError, TimeoutError, OSError) as error:
+            self.failed("peer", error)
 
     def failed(self, who: str, error: BaseException) -> None:
         """Note it, and go on."""
@@ -279,7 +282,6 @@ def hold(race: Race, size: Size, folder: Path, args: argparse.Namespace) -> None
                     except (RuntimeError, TimeoutError) as error:
                         race.failed("peer", error)
                     race.run(sluice, peer)
-            race.found["gpu_used_gb"] = gpu_used_gb()
             race.found["parts_by_turn_s"] = [sluice.parts(n) for n in range(1, len(race.ours))]
             say("ending Sluice")
     except Exception as error:
