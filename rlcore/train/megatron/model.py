@@ -259,7 +259,7 @@ def _layers(spec: TransformerBlockSubmodules) -> Iterable[ModuleSpec]:
 def _own_attention(spec: TransformerBlockSubmodules) -> None:
     for layer in _layers(spec):
         attention = layer.submodules.self_attention.submodules
-        attention.core_attention = ModuleSpec(module=TorchAttention)
+        attention.core_attention = TorchAttention
 
 
 def _without_engine(spec: TransformerBlockSubmodules, arch: Architecture) -> None:
@@ -271,7 +271,10 @@ def _without_engine(spec: TransformerBlockSubmodules, arch: Architecture) -> Non
             for name, module in vars(part).items():
                 if name.endswith("layernorm") and module is not IdentityOp:
                     setattr(part, name, RmsNorm)
-        sparse = parts.mlp.submodules is not None and hasattr(parts.mlp.submodules, "experts")
+        # A function with arguments from 0.19 on.
+        given = getattr(parts.mlp, "keywords", None)
+        of_mlp = given["submodules"] if given else parts.mlp.submodules
+        sparse = hasattr(of_mlp, "experts")
         parts.sharded_state_dict_keys_map = {
             own.removesuffix("weight"): stored.removesuffix("weight")
             for stored, own in LOCAL_NAMES.items()
