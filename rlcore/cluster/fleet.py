@@ -61,7 +61,9 @@ class Fleet:
         self._relay = Relay()
         self._limits = Limits.of_model(str(plan.model_folder), plan.config.rollout.context_length)
         self.start_state = start_state
-        self.engine_version: int | None = START_VERSION
+        # Engines that round some weights only as they are sent get the starting ones as well.
+        rounds = plan.config.is_on_policy_by_kernels
+        self.engine_version: int | None = None if rounds else START_VERSION
         self.trainer_state: str | None = start_state
 
     @classmethod
