@@ -69,8 +69,8 @@ class Fleet:
         )
         self._limits = Limits.of_model(str(plan.model_folder), plan.config.rollout.context_length)
         self.start_state = start_state
-        # Engines that others started hold who knows what until they are given weights, and those that
-        # round some weights only as they are sent get the starting ones as well.
+        # Engines that others started hold who knows what until they are given weights; those whose
+        # weights are rounded as they are sent get the starting ones as well.
         config = plan.config
         unknown = bool(config.rollout.engine_urls) or config.is_on_policy_by_kernels
         self.engine_version: int | None = None if unknown else START_VERSION

@@ -26,9 +26,11 @@ from rlcore.config.algorithm import AlgorithmConfig as AlgorithmConfig
 from rlcore.config.data import DataConfig as DataConfig
 from rlcore.config.data import EvalConfig as EvalConfig
 from rlcore.config.data import EvalDataset as EvalDataset
+from rlcore.config.demonstrations import check_demonstrations
 from rlcore.config.engines import check_engines
 from rlcore.config.model import ModelConfig as ModelConfig
 from rlcore.config.on_policy import check_kernels_agree
+from rlcore.config.replay import check_replay
 from rlcore.config.reward import NO_REWARD
 from rlcore.config.reward import JudgeConfig as JudgeConfig
 from rlcore.config.reward import RewardConfig as RewardConfig
@@ -43,21 +45,6 @@ from rlcore.config.section import Section as Section
 from rlcore.config.tracking import TrackingConfig as TrackingConfig
 from rlcore.config.weights import WeightsConfig as WeightsConfig
 from rlcore.config.weights import check_transport
-
-FOR_GENERATING = (
-    ("rollout", "custom_rollout_function_path"),
-    ("rollout", "custom_generate_function_path"),
-    ("rollout", "sample_hook_paths"),
-    ("rollout", "over_sampling_batch_size"),
-    ("rollout", "data_source_path"),
-    ("rollout", "buffer_filter_path"),
-    ("rollout", "rollout_sample_filter_path"),
-    ("rollout", "rollout_all_samples_process_path"),
-    ("weights", "custom_update_weight_post_write_path"),
-    ("filter", "dynamic_sampling_filter_path"),
-    ("data", "max_prompt_len"),
-)
-"""Settings that could have no effect where a data set is learned as it is."""
 
 
 class RunSection(Section):
@@ -332,37 +319,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _demonstrations_agree(self) -> "RunConfig":
-        if self.run.mode == "debug-train-only":
-            return self
-        if self.run.mode != "sft":
-            if self.reward.rm_type == NO_REWARD:
-                raise ValueError(
-                    f"reward.rm_type = {NO_REWARD!r} is for run.mode = 'sft' alone; give exactly "
-                    "one of reward.rm_type and reward.custom_rm_path"
-                )
-            if self.data.response_key is not None:
-                raise ValueError(
-                    f"data.response_key = {self.data.response_key!r} is for run.mode = 'sft'; the "
-                    "right answer of a prompt is data.label_key"
-                )
-            return self
-        needed = (
-            ("algorithm.loss_type", self.algorithm.loss_type, "sft_loss"),
-            ("rollout.n_samples_per_prompt", self.rollout.n_samples_per_prompt, 1),
-            ("rollout.temperature", self.rollout.temperature, 1.0),
-        )
-        for name, value, only in needed:
-            if value != only:
-                raise ValueError(
-                    f"{name} = {value!r}, but run.mode = 'sft' learns each row once, as it is, by "
-                    f"cross-entropy: set {name} = {only!r}"
-                )
-        for section, key in FOR_GENERATING:
-            if getattr(getattr(self, section), key) not in (None, []):
-                raise ValueError(
-                    f"{section}.{key} is set, but run.mode = 'sft' generates nothing; remove it"
-                    + (" (rollout.context_length cuts)" if key == "max_prompt_len" else "")
-                )
+        check_demonstrations(self)
         return self
 
     @model_validator(mode="after")
@@ -483,25 +440,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _routing_is_replayed(self) -> "RunConfig":
-        of_engine, algorithm = self.rollout.use_rollout_routing_replay, self.algorithm
-        if self.train.use_routing_replay and algorithm.use_rollout_logprobs and not of_engine:
-            raise ValueError(
-                "train.use_routing_replay = true has no effect with "
-                "algorithm.use_rollout_logprobs = true, where the trainer computes no old "
-                "log-probs; set rollout.use_rollout_routing_replay = true, or remove one of them"
-            )
-        if (self.train.use_routing_replay or of_engine) and self.train.context_parallel_size > 1:
-            raise ValueError(
-                f"train.context_parallel_size = {self.train.context_parallel_size} shares the "
-                "tokens of a sequence out, which replaying of experts does not follow; set 1, or "
-                "remove train.use_routing_replay and rollout.use_rollout_routing_replay"
-            )
-        own = algorithm.custom_convert_samples_to_train_data_path
-        if of_engine and own is not None:
-            raise ValueError(
-                "algorithm.custom_convert_samples_to_train_data_path makes sequences without the "
-                "experts that rollout.use_rollout_routing_replay = true replays; remove one of them"
-            )
+        check_replay(self)
         return self
 
     @model_validator(mode="after")
