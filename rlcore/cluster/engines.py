@@ -128,20 +128,25 @@ class Engines:
 
     # --- memory -----------------------------------------------------------------------------------
 
-    async def release(self, keep: Tags) -> None:
-        """Have every engine give back all memory but some. One that does not is ended, which frees
-        its memory too, and waits for `mend`. The caller has the lock, and nothing is generated.
+    async def release(self, keep: Tags) -> bool:
+        """Have every engine give back all memory but some; whether any had more. One that does not
+        is ended, which frees its memory too, and waits for `mend`. The caller has the lock, and
+        nothing is generated.
         """
+        more = any(held - keep for held in self._holds)
         await gather(*(self._release(rank, keep) for rank in range(len(self._actors))))
+        return more
 
-    async def resume(self, tags: Tags) -> None:
-        """Have every engine hold memory again. Weights come back without values. The caller has the
-        lock.
+    async def resume(self, tags: Tags) -> bool:
+        """Have every engine hold memory again; whether any had less. Weights come back without
+        values. The caller has the lock.
 
         Raises:
             EngineError: one does not, or was ended before; `mend` brings it back.
         """
+        less = any(tags - held for held in self._holds)
         await gather(*(self._resume(rank, tags) for rank in range(len(self._actors))))
+        return less
 
     @property
     def _are_whole(self) -> bool:
