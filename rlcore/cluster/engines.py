@@ -34,6 +34,8 @@ RESTARTS = 3
 STOP_PATIENCE_S = 10.0
 MEMORY_PATIENCE_S = 120.0
 """How long an engine may take to give memory back or to take it."""
+IDLE_PATIENCE_S = 10.0
+"""How long an engine may take to see that all its requests have been answered."""
 Tags = frozenset[str]
 WEIGHTS: Tags = frozenset(("weights",))
 MEMORY: Tags = WEIGHTS | {"kv_cache", "cuda_graph"}
@@ -157,7 +159,7 @@ class Engines:
             try:
                 async with self._client(rank) as client:
                     if "kv_cache" in given:
-                        await client.flush_cache()
+                        await client.flush_cache(IDLE_PATIENCE_S)
                     await client.release_memory(sorted(given))
             except EngineError as error:
                 await self._end(rank, error)
