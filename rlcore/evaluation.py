@@ -184,7 +184,11 @@ async def _generate(
     demand = dataclasses.replace(Demand.of(plan, trainer=False, engines=True), nodes=1)
     placement = await Placement.reserve(demand, config.cluster.ray_address)
     spec = dataclasses.replace(
-        engine_spec(plan), model_path=str(folder), log_dir=str(plan.local("logs") / attempt)
+        engine_spec(plan),
+        model_path=str(folder),
+        log_dir=str(plan.local("logs") / attempt),
+        # There is no trainer beside them.
+        releases_memory=False,
     )
     engines = Engines(spec, [placement.engine(rank) for rank in range(config.num_engines)])
     worker = (

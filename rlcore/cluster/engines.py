@@ -32,6 +32,8 @@ RESTARTS = 3
 """How often an engine is started again before an iteration is committed."""
 MEMORY_PATIENCE_S = 120.0
 """How long an engine may take to give memory back or to take it."""
+IDLE_PATIENCE_S = 10.0
+"""How long an engine may take to see that all its requests have been answered."""
 Tags = frozenset[str]
 WEIGHTS: Tags = frozenset(("weights",))
 MEMORY: Tags = WEIGHTS | {"kv_cache", "cuda_graph"}
@@ -126,20 +128,25 @@ class Engines:
 
     # --- memory -----------------------------------------------------------------------------------
 
-    async def release(self, keep: Tags) -> None:
-        """Have every engine give back all memory but some. One that does not is ended, which frees
-        its memory too, and waits for `mend`. The caller has the lock, and nothing is generated.
+    async def release(self, keep: Tags) -> bool:
+        """Have every engine give back all memory but some; whether any had more. One that does not
+        is ended, which frees its memory too, and waits for `mend`. The caller has the lock, and
+        nothing is generated.
         """
+        more = any(held - keep for held in self._holds)
         await gather(*(self._release(rank, keep) for rank in range(len(self._engines))))
+        return more
 
-    async def resume(self, tags: Tags) -> None:
-        """Have every engine hold memory again. Weights come back without values. The caller has the
-        lock.
+    async def resume(self, tags: Tags) -> bool:
+        """Have every engine hold memory again; whether any had less. Weights come back without
+        values. The caller has the lock.
 
         Raises:
             EngineError: one does not, or was ended before; `mend` brings it back.
         """
+        less = any(tags - held for held in self._holds)
         await gather(*(self._resume(rank, tags) for rank in range(len(self._engines))))
+        return less
 
     @property
     def _are_whole(self) -> bool:
@@ -150,7 +157,7 @@ class Engines:
             try:
                 async with self._client(rank) as client:
                     if "kv_cache" in given:
-                        await client.flush_cache()
+                        await client.flush_cache(IDLE_PATIENCE_S)
                     await client.release_memory(sorted(given))
             except EngineError as error:
                 await self._end(rank, error)

@@ -67,7 +67,7 @@ class Turns:
 
     async def training(self) -> None:
         """The trainer holds all, the engines nothing: what their weights were is lost."""
-        await self._hold("all", frozenset())
+        await self._hold("all", frozenset(), resume=False)
 
     async def pushing(self) -> None:
         """Weights on both sides; those of engines that gave them back have no values.
@@ -130,27 +130,27 @@ class Turns:
     async def _move(self, trainer: Held, engines: Tags, *, resume: bool) -> None:
         async with self._lock, self._actors.engines.lock:
             if self._engines_move:
-                with self._timed("release"):
-                    await self._actors.engines.release(engines)
+                with self._timed("release") as moved:
+                    moved.append(await self._actors.engines.release(engines))
             if self._trainer_moves:
                 await self._move_trainer(trainer)
             if self._engines_move and resume:
-                with self._timed("resume"):
-                    await self._actors.engines.resume(engines)
+                with self._timed("resume_weights" if engines == WEIGHTS else "resume") as moved:
+                    moved.append(await self._actors.engines.resume(engines))
 
     async def _move_trainer(self, wanted: Held) -> None:
         if wanted == "nothing":
             if self._held != "nothing":
-                with self._timed("offload"):
-                    await self._offload()
+                with self._timed("offload") as moved:
+                    moved.append(await self._offload())
                 self._held = "nothing"
         elif ORDER.index(self._held) < ORDER.index(wanted):
-            with self._timed("onload"):
-                found = await self._actors.trainer.onload(weights_only=wanted == "weights")
-            self._note(found)
+            with self._timed("onload") as moved:
+                self._note(await self._actors.trainer.onload(weights_only=wanted == "weights"))
+                moved.append(True)
             self._held = wanted
 
-    async def _offload(self) -> None:
+    async def _offload(self) -> bool:
         try:
             self._note(await self._actors.trainer.offload())
         except ClusterError as error:
@@ -158,13 +158,17 @@ class Turns:
                 raise
             # Its memory is free then; whoever needs it next starts it again.
             log.error("%s, and with it its memory", error)
+            return False
+        return True
 
     def _note(self, found: dict[str, float]) -> None:
         self._figures |= {f"memory/{name}": value for name, value in found.items()}
 
     @contextmanager
-    def _timed(self, move: str) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        name = f"memory/seconds_{move}"
-        self._figures[name] = self._figures.get(name, 0.0) + time.perf_counter() - start
+    def _timed(self, move: str) -> Iterator[list[bool]]:
+        """Count a move's seconds if what it appends says that something moved."""
+        start, moved = time.perf_counter(), list[bool]()
+        yield moved
+        if any(moved):
+            name = f"memory/seconds_{move}"
+            self._figures[name] = self._figures.get(name, 0.0) + time.perf_counter() - start

@@ -35,6 +35,7 @@ FIGURES = (
     "memory/seconds_release",
     "memory/seconds_onload",
     "memory/seconds_offload",
+    "memory/seconds_resume_weights",
     "memory/seconds_resume",
     "memory/free_gb_for_training",
     "memory/trainer_gb_before_offload",
