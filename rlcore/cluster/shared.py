@@ -68,9 +68,9 @@ def remove_scratch(nodes: Sequence[Node], scratch: Path) -> None:
     """Remove what actors have left in the scratch folder of other nodes; nobody waits for it."""
     import ray
 
-    task = ray.remote(num_cpus=0, max_retries=0)(shutil.rmtree)
+    task = ray.remote(num_cpus=0, max_retries=0)(_remove)
     for node in nodes:
-        task.options(**node.options).remote(str(scratch), ignore_errors=True)
+        task.options(**node.options).remote(str(scratch))
 
 
 async def _check_seen(nodes: Sequence[Node], folder: Path, what: str) -> None:
@@ -85,6 +85,10 @@ async def _check_seen(nodes: Sequence[Node], folder: Path, what: str) -> None:
 
 def _is_folder(path: str) -> bool:
     return Path(path).is_dir()
+
+
+def _remove(path: str) -> None:
+    shutil.rmtree(path, ignore_errors=True)
 
 
 def _fetch_model(
