@@ -148,9 +148,15 @@ def check_model(model: ModelConfig) -> None:
             f"model.path = {model.path!r} holds no config.json; it must be a Hugging Face folder"
         )
     try:
-        json.loads(config.read_text())
+        told = json.loads(config.read_text())
     except ValueError as error:
         raise ConfigError(f"{config} is not valid JSON: {error}") from None
+    if told.get("quantization_config"):
+        raise ConfigError(
+            f"model.path = {model.path!r} holds quantised weights (its config.json has a "
+            "quantization_config), which are not trained: give the model as it was before; a "
+            "folder in fp8 blocks is what rollout.hf_checkpoint takes"
+        )
     if not any(folder.glob("*.safetensors")):
         raise ConfigError(
             f"model.path = {model.path!r} holds no *.safetensors file; "

@@ -73,10 +73,6 @@ def remove_scratch(nodes: Sequence[Node], scratch: Path) -> None:
         task.options(**node.options).remote(str(scratch))
 
 
-def _remove(folder: str) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-
-
 async def _check_seen(nodes: Sequence[Node], folder: Path, what: str) -> None:
     seen = await on_each(nodes, _is_folder, str(folder))
     for node, there in zip(nodes, seen, strict=True):
@@ -89,6 +85,10 @@ async def _check_seen(nodes: Sequence[Node], folder: Path, what: str) -> None:
 
 def _is_folder(path: str) -> bool:
     return Path(path).is_dir()
+
+
+def _remove(path: str) -> None:
+    shutil.rmtree(path, ignore_errors=True)
 
 
 def _fetch_model(

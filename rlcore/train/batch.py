@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -349,11 +350,11 @@ class _Samples:
             advantages=advantage,
             execution_tokens=execution_tokens,
             images=images,
-            experts=self._experts_of(row, len(tokens)) if self.experts else None,  # type: ignore[arg-type]
+            experts=self._experts_of(row) if self.experts else None,
             **{name: self.log_probs[name].row(row) for name in given},  # type: ignore[arg-type]
         )
 
-    def _experts_of(self, row: int, tokens: int) -> npt.NDArray[np.integer]:
+    def _experts_of(self, row: int) -> npt.NDArray[np.integer]:
         """[tokens - 1, layers, k] as the engine chose them; any for tokens that came behind what it
         was last asked, on which no trained token depends.
         """
@@ -364,9 +365,9 @@ class _Samples:
                 "rollout.use_rollout_routing_replay = true replays; a generate function of one's "
                 "own hands them on in sample.rollout_routed_experts"
             )
-        told = flat.reshape(shape)
-        missing, mask = tokens - 1 - len(told), self.masks.row(row)
+        told: Any = flat.reshape(shape)
+        missing, mask = int(self.lengths[row]) - 1 - len(told), self.masks.row(row)
         if missing > 0 and mask is not None and not mask[-missing:].any():
             rest = np.broadcast_to(np.arange(shape[2], dtype=flat.dtype), (missing, *shape[1:]))
             told = np.concatenate([told, rest])
-        return told.astype(flat.dtype, copy=False)
+        return told

@@ -48,3 +48,20 @@ def test_two_nodes_train_what_one_does_and_a_lost_node_loses_nothing(
     alone, apart = one.json("show", "one"), one.json("show", "two")
     assert apart["state_sha256"] == alone["state_sha256"]
     assert [m["reward"] for m in apart["metrics"]] == [m["reward"] for m in alone["metrics"]]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_nodes_without_a_common_disk_fetch_the_model_and_get_weights_by_broadcast(
+    nodes: TwoNodes, tmp_path: Path
+) -> None:
+    nodes.start_s3()
+    far = Sluice("s3://runs/sluice", tmp_path, env=nodes.env, within=nodes.first.within)
+    over = ("--set", "rollout.num_engines=2", "--set", "cluster.actor_num_nodes=2")
+    over += ("--set", f"cluster.ray_address={nodes.ray_address}")
+    path = str(short(tmp_path, 2))
+    said = far("train", path, "--run-id", "far", *over, code=1)
+    assert "weights.transport = 'disk', but the run has 2 nodes" in " ".join(said.split())
+    far("train", path, "--run-id", "sent", *over, "--set", "weights.transport=distributed")
+    assert far.json("verify", "sent")["ok"]
+    assert far.json("show", "sent")["committed"] == 2

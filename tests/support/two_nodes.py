@@ -16,11 +16,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from real_runs import wait_for
+from s3_servers import KEY, SECRET
 
 from rlcore.net import free_port
 
 START_S = 120.0
 HEAD_PORT = 6379
+S3_PORT = 5000
+MAKE_BUCKET = """
+import os, boto3
+boto3.client(
+    "s3",
+    endpoint_url=os.environ["FSSPEC_S3_ENDPOINT_URL"],
+    aws_access_key_id=os.environ["FSSPEC_S3_KEY"],
+    aws_secret_access_key=os.environ["FSSPEC_S3_SECRET"],
+    region_name="us-east-1",
+).create_bucket(Bucket="runs")
+"""
 OBJECT_STORE = 100 * 2**20
 
 
@@ -65,6 +77,9 @@ class TwoNodes:
             "RAY_AUTH_TOKEN_PATH": str(self.folder / "token"),
             "RAY_TMPDIR": str(self.folder),
             "RAY_worker_niceness": "0",
+            "FSSPEC_S3_KEY": KEY,
+            "FSSPEC_S3_SECRET": SECRET,
+            "FSSPEC_S3_ENDPOINT_URL": f"http://{self.first.address}:{S3_PORT}",
         }
 
     @property
@@ -80,6 +95,15 @@ class TwoNodes:
     def start_second(self) -> None:
         """Start Ray on the second node."""
         self._start(self.second, ["--address", self.ray_address])
+
+    def start_s3(self) -> None:
+        """Start an S3 server on the first node, with the bucket `runs`."""
+        moto = str(Path(sys.executable).with_name("moto_server"))
+        argv = [*self.first.within, moto, "-H", self.first.address, "-p", str(S3_PORT)]
+        with (self.folder / "s3.log").open("wb") as log:
+            subprocess.Popen(argv, stdout=log, stderr=log)
+        make = [*self.first.within, sys.executable, "-c", MAKE_BUCKET]
+        wait_for(lambda: subprocess.run(make, env=os.environ | self.env).returncode == 0, START_S)
 
     def _start(self, node: Namespace, own: list[str]) -> None:
         argv = [*node.within, sys.executable, "-P", "-m", "ray.scripts.scripts", "start", "--block"]

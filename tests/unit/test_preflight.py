@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from rlcore.config import RunConfig, build_config
-from rlcore.errors import DataError, PluginError
-from rlcore.preflight import check_data, check_reward, preflight
+from rlcore.config import ModelConfig, RunConfig, build_config
+from rlcore.errors import ConfigError, DataError, PluginError
+from rlcore.preflight import check_data, check_model, check_reward, preflight
 
 PLUGIN = """
 async def generate(args, sample, sampling_params):
@@ -81,3 +81,11 @@ def test_columns_that_rows_may_lack_are_in_one_of_them(tmp_path: Path) -> None:
         check_data(named)
     with pytest.raises(DataError, match=r"'custom' \(data.custom_rm_key\)"):
         check_data(config(tmp_path, data=data | {"custom_rm_key": "custom"}))
+
+
+def test_quantised_weights_are_not_trained(tmp_path: Path) -> None:
+    folder = tmp_path / "fp8"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"quantization_config": {"quant_method": "fp8"}}')
+    with pytest.raises(ConfigError, match=r"is what rollout\.hf_checkpoint takes"):
+        check_model(ModelConfig(path=str(folder)))

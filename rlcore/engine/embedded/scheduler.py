@@ -454,12 +454,13 @@ class Scheduler:
 
     def _note_experts(self, rows: Ints) -> None:
         """Remember what the newest tokens of some rows were sent to, for those who want it."""
-        wanting = [(i, r) for i, row in enumerate(rows) if (r := self._rows.request(row)).routed]
-        if not wanting or (chosen := self.runner.experts()) is None:
+        chosen = self.runner.experts()
+        if chosen is None:
             return
         chosen = chosen.cpu()
-        for i, request in wanting:
-            request.experts.append(chosen[i : i + 1])
+        for i, row in enumerate(rows.tolist()):
+            if (request := self._rows.request(row)).routed:
+                request.experts.append(chosen[i : i + 1])
 
     def _release_row(self, row: int, finish: dict[str, object] | None = None) -> None:
         request = self._rows.request(row)

@@ -69,9 +69,9 @@ class TorchAttention(nn.Module):
             parts = self._packed(query[:, 0], key[:, 0], value[:, 0], attention_mask)
             return parts.flatten(1)[:, None]
         grouped = query.shape[2] != key.shape[2]
-        heads = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         out = scaled_dot_product_attention(
-            *heads, is_causal=True, scale=self.scale, enable_gqa=grouped
+            q, k, v, is_causal=True, scale=self.scale, enable_gqa=grouped
         )
         return out.permute(2, 0, 1, 3).flatten(2)
 
@@ -84,13 +84,8 @@ class TorchAttention(nn.Module):
             # Fewer heads than ranks are repeated: each rank has those that its queries look at.
             key, value = (_repeated(x, ranks) for x in (key, value))
             query, key, value = (_Swap.apply(x, group, True) for x in (query, key, value))
-        mixed = packed_attention(
-            self,
-            *(x.transpose(0, 1)[None] for x in (query, key, value)),
-            None,
-            layout=layout,
-            scaling=self.scale,
-        )[0][0]
+        q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
+        mixed = packed_attention(self, q, k, v, None, layout=layout, scaling=self.scale)[0][0]
         return _Swap.apply(mixed, group, False) if ranks > 1 else mixed
 
 
@@ -102,9 +97,9 @@ class PackedRotary(nn.Module):
     the layer is given.
     """
 
-    def __init__(self, attention: nn.Module) -> None:
+    def __init__(self, attention: Any) -> None:
         super().__init__()
-        self.inner = attention.rotary_pos_emb
+        self.inner: Any = attention.rotary_pos_emb
         self.positions: Tensor | None = None
         """int64 [T]; None: as `inner` has them."""
         self.longest = 0
@@ -117,7 +112,8 @@ class PackedRotary(nn.Module):
         self.positions = None
         if edges is not None:
             lengths = tuple(edges.diff().tolist())
-            self.positions = token_positions(lengths, hidden.device)
+            group = parallel_state.get_context_parallel_group()
+            self.positions = token_positions(lengths, group.rank(), group.size(), hidden.device)
             self.longest = max(lengths)
 
     def get_rotary_seq_len(self, *args: Any, **kwargs: Any) -> int:
@@ -142,11 +138,12 @@ def angles(rotary: nn.Module, positions: Tensor, length: int) -> Any:
 
 
 @lru_cache(maxsize=4)
-def token_positions(lengths: tuple[int, ...], device: torch.device) -> Tensor:
-    """int64 [T / ranks]: of the tokens of sequences that this context-parallel rank has."""
+def token_positions(
+    lengths: tuple[int, ...], rank: int, ranks: int, device: torch.device
+) -> Tensor:
+    """int64 [T / ranks]: of the tokens of sequences that a context-parallel rank has."""
     whole = torch.cat([torch.arange(length) for length in lengths])
-    ranks = parallel_state.get_context_parallel_world_size()
-    return whole.chunk(ranks)[parallel_state.get_context_parallel_rank()].to(device)
+    return whole.chunk(ranks)[rank].to(device)
 
 
 @lru_cache(maxsize=4)
