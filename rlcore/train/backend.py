@@ -43,7 +43,9 @@ class Load(Protocol):
 class TrainedPolicy(Scores, Protocol):
     """A policy that is trained."""
 
-    expert_load: Load
+    @property
+    def expert_load(self) -> Load:
+        """How evenly its experts are used."""
 
     @property
     def shape(self) -> ModelShape:

@@ -69,7 +69,7 @@ class Passes(Scorer):
                     else policy.score(micro.packed, micro.rows, temperature)
                 )
             value, found = loss(micro, answer)
-            (value * (dist.get_world_size() * scale)).backward()  # type: ignore[no-untyped-call]
+            (value * (dist.get_world_size() * scale)).backward()
             parts.extend(found)
         return parts
 
@@ -89,6 +89,6 @@ class CriticPasses:
         parts = []
         for micro in micros:
             value, found = loss(micro, self._critic.values(micro.packed, micro.rows))
-            (value * dist.get_world_size()).backward()  # type: ignore[no-untyped-call]
+            (value * dist.get_world_size()).backward()
             parts.extend(found)
         return parts

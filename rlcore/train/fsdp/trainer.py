@@ -287,8 +287,8 @@ class FsdpTrainer:
             optimizer,
             self.ranks,
             critic=critic and Critic(CriticPasses(critic.model), critic.optimizer),
-            reference=reference and Scorer(reference),
-            teacher=teacher and Scorer(teacher),
+            reference=None if reference is None else Scorer(reference),
+            teacher=None if teacher is None else Scorer(teacher),
         )
         # Before anything is begun: a function that cannot be loaded leaves all as it is.
         return BatchLoop(models, settings, batch, Functions(algorithm, self._temperature))

@@ -303,4 +303,4 @@ class PolicyNetwork(Network):
             logits = gather_from_sequence_parallel_region(
                 logits, False, group=parallel_state.get_context_parallel_group()
             )
-        return cast(Tensor, logits[: len(micro.packed.input_ids), : self.arch.vocab_size])
+        return logits[: len(micro.packed.input_ids), : self.arch.vocab_size]
