@@ -26,6 +26,7 @@ from rlcore.algorithms.packing import TrainSequence, pack
 from rlcore.config.tree import AlgorithmConfig, Scalar, TrainConfig
 from rlcore.conversion.sources import HfFolder, Weights
 from rlcore.errors import ConfigError, PluginError, TrainError
+from rlcore.images.processor import ImageProcessor
 from rlcore.models.hf_config import read_hf_config
 from rlcore.train.backend import Models
 from rlcore.train.credit import MicroBatch
@@ -59,7 +60,7 @@ TORCH_DTYPES: dict[DType, torch.dtype] = {"float32": torch.float32, "bfloat16": 
 class MegatronTrainer:
     """See the protocol for what each method does."""
 
-    images = None
+    images: ImageProcessor | None = None
     """No model here takes any."""
 
     def __init__(
@@ -177,7 +178,7 @@ class MegatronTrainer:
                 f"algorithm.opd_teacher_load = {str(folder)!r} is not a folder on the trainer's "
                 "machine; give a Hugging Face model folder that it sees"
             )
-        teacher, (policy, _) = self._build(folder), (self._policy, None)
+        teacher, policy = self._build(folder), self._policy
         assert policy is not None
         if teacher.arch.vocab_size != policy.arch.vocab_size:
             raise ConfigError(
