@@ -290,21 +290,18 @@ class Fleet:
                 "model_sha256": saved.model_sha256,
                 "optimizer_sha256": saved.optimizer_sha256,
             }
-        lowered: dict[str, float] = {}
-        again_with: dict[str, int] = {}
-        if inputs.max_tokens is not None:
-            lowered["train/lowered_max_tokens_per_gpu"] = float(inputs.max_tokens)
-            again_with[MAX_TOKENS] = inputs.max_tokens
+        lowered = {} if inputs.max_tokens is None else {MAX_TOKENS: inputs.max_tokens}
+        told = {f"train/lowered_{name}": float(value) for name, value in lowered.items()}
         return Work(
             attempt=attempt,
-            metrics=report.named | lowered | self._turns.take_figures(),
+            metrics=report.named | told | self._turns.take_figures(),
             compute_seconds=report.metrics["seconds_train"],
             extra={
                 "prev_state_id": inputs.before,
                 "state_id": inputs.after,
                 "samples": int(report.metrics["samples"]),
                 "state": state,
-                **again_with,
+                **lowered,
             },
         )
 
