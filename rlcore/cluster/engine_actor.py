@@ -4,6 +4,7 @@ The actor only starts, watches and ends the process; requests go to its URL, not
 """
 
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -34,6 +35,8 @@ class EngineSpec:
     check_interval_s: float = 1.0
     check_timeout_s: float = 15.0
     sglang: dict[str, Scalar] = field(default_factory=dict)
+    env: dict[str, str] = field(default_factory=dict)
+    """Variables for the server, where they are not set already."""
     mirror: MirrorSpec | None = None
     """Of the weights in the store, where they come from there; `folder` holds those of all."""
 
@@ -51,7 +54,9 @@ class EngineActor:
         self._lines = Lines()
         self._spec = spec
         self._rank = rank
-        self._env = {} if gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
+        self._env = {k: v for k, v in spec.env.items() if k not in os.environ}
+        if gpus is not None:
+            self._env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         self._process: EngineProcess | None = None
         self._mirror: MirrorServer | None = None
 
