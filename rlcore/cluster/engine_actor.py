@@ -4,6 +4,7 @@ The actor only starts, watches and ends the process; requests go to its URL, not
 """
 
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -54,6 +55,8 @@ class EngineSpec:
     releases_memory: bool = False
     """It gives its memory back while a trainer works on its GPUs."""
     sglang: dict[str, Argument] = field(default_factory=dict)
+    env: dict[str, str] = field(default_factory=dict)
+    """Variables for the server, where they are not set already."""
     mirror: MirrorSpec | None = None
     """Of the weights in the store, where they come from there; `folder` holds those of all."""
     routed_experts: bool = False
@@ -81,7 +84,9 @@ class EngineActor:
         self._spec = spec
         self._rank = rank
         self._host = host
-        self._env = {} if gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
+        self._env = {k: v for k, v in spec.env.items() if k not in os.environ}
+        if gpus is not None:
+            self._env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         if spec.releases_memory:
             # Else SGLang keeps what its CUDA graphs work with.
             self._env["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "true"

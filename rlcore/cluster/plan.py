@@ -7,7 +7,7 @@ from rlcore.cluster.engine_actor import EngineSpec
 from rlcore.cluster.rollout_plan import RolloutPlan
 from rlcore.config import RunConfig, config_digest
 from rlcore.config.engines import tensor_parallel
-from rlcore.engine.sglang import Argument
+from rlcore.engine.sglang import DETERMINISTIC_ENV, Argument
 from rlcore.slime.compat.attributes import slime_args_of
 from rlcore.starting_model import model_digest, model_path
 from rlcore.store.credentials import all_options
@@ -86,6 +86,7 @@ def engine_spec(plan: FleetPlan) -> EngineSpec:
         check_timeout_s=rollout.health_check_timeout_s,
         releases_memory=plan.config.offloads_rollout,
         sglang=_engine_numerics(plan.config) | plan.config.sglang,
+        env=DETERMINISTIC_ENV if _engine_numerics(plan.config) else {},
         mirror=_mirror_spec(plan) if plan.config.weights.transport == "delta" else None,
     )
 

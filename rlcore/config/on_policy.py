@@ -31,6 +31,6 @@ def check_kernels_agree(config: "RunConfig") -> None:
         if wrong:
             raise ValueError(
                 "algorithm.true_on_policy_mode = true with rollout.engine = 'sglang' has the "
-                f"trainer compute as the engines do, which {setting} is not; set {right}, or bound "
-                "the gap by algorithm.max_logprob_gap without the mode"
+                f"trainer compute as the engines do, which it cannot with {setting}; set {right}, "
+                "or bound the gap by algorithm.max_logprob_gap without the mode"
             )

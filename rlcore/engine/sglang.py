@@ -7,6 +7,10 @@ from pathlib import Path
 Scalar = bool | int | float | str
 Argument = Scalar | list[Scalar]
 
+DETERMINISTIC_ENV = {"SGLANG_BATCH_INVARIANT_OPS_ENABLE_MM_DEEPGEMM": "0"}
+"""For deterministic inference: products of matrices by SGLang's Triton kernel. DeepGEMM's wants a
+CUDA compiler, and widths that not every vocabulary has."""
+
 
 def sglang_argv(
     model_path: str | Path,

@@ -48,13 +48,13 @@ DECODED = 6
 @contextmanager
 def serving(model: Path, log: Path, dtype: str, extra: dict[str, Any]) -> Iterator[str]:
     from rlcore.engine.launch import EngineProcess
-    from rlcore.engine.sglang import sglang_argv
+    from rlcore.engine.sglang import DETERMINISTIC_ENV, sglang_argv
     from rlcore.net import free_port
 
     port = free_port()
     engine = EngineProcess(port)
     argv = sglang_argv(model, port, dtype=dtype, context_length=1024, extra=extra)
-    engine.start(argv, log)
+    engine.start(argv, log, DETERMINISTIC_ENV)
     try:
         engine.wait_healthy(400)
         yield engine.url

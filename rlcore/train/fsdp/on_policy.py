@@ -21,6 +21,7 @@ formulas are the same and the kernels torch's.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from functools import cache
 from types import MethodType
@@ -30,6 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from rlcore.algorithms.logprobs import chunked_log_probs
+from rlcore.engine.sglang import DETERMINISTIC_ENV
 from rlcore.errors import ConfigError
 from rlcore.train.fsdp.attention import SequenceLayout, packed_attention
 
@@ -105,6 +107,8 @@ def _log_softmax(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: f
 
 
 def _use_engine_kernels() -> None:
+    for name, value in DETERMINISTIC_ENV.items():
+        os.environ.setdefault(name, value)
     try:
         from sglang.srt.batch_invariant_ops import enable_batch_invariant_mode
     except ImportError as error:

@@ -94,8 +94,10 @@ class Publisher:
             tensors: all weights on the CPU, by name.
         """
         head = self._head or self._resumed()
-        full = head is None or len(head.index.chain) >= self._interval
-        return self._write(version, config, tensors, None if full else head, head)
+        # The same version again is for engines that were started again.
+        due = head is not None and len(head.index.chain) >= self._interval
+        base = None if head is None or (due and head.index.version != version) else head
+        return self._write(version, config, tensors, base, head)
 
     def publish_whole(self) -> IndexRef:
         """The newest version again, from the own copy, building on no other."""

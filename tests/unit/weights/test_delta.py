@@ -128,6 +128,7 @@ def test_a_whole_version_comes_in_time_and_the_old_ones_go(
     for seed in range(5):
         ref = publish(made, seed)
         assert len(read_index(objects, ref).chain) == seed % 3
+        assert publish(made, seed) == ref, "nothing is published twice"
         made.confirmed()
         versions = {key.split("/")[3] for key in objects.list("runs/far/deltas")} - {"HEAD.json"}
         assert len(versions) == seed % 3 + 1
