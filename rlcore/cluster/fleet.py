@@ -313,6 +313,7 @@ class Fleet:
             ranks_per_engine=cluster.rollout_num_gpus_per_engine if sglang else 1,
             on_gpus=sglang and plan.cuda,
             bucket_bytes=weights.update_weight_buffer_size,
+            as_adapter=weights.lora_as_adapter,
             pause_mode="in_place" if self._config.is_fully_async else "abort",
         )
 

@@ -42,6 +42,7 @@ NEWER: tuple[tuple[str, str, Any], ...] = (
     ("model", "lora_target_modules", []),
     ("train", "optimizer_cpu_offload", False),
     ("weights", "custom_update_weight_post_write_path", None),
+    ("weights", "lora_as_adapter", False),
 )
 """Settings at values that are left out, so that runs of older releases keep their digests."""
 NEWER_SECTIONS = frozenset({"compat"})

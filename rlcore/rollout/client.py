@@ -9,6 +9,7 @@ Invariants:
 """
 
 import asyncio
+import contextlib
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -23,6 +24,14 @@ from rlcore.errors import EngineError
 from rlcore.images.layout import collapse
 from rlcore.rollout.blobs import Blob, with_blobs
 from rlcore.rollout.limits import Limits, check_request
+
+ADAPTER = "policy"
+"""Name of the adapter at engines that add one to the starting model's weights."""
+
+
+def adapter_of(version: str | None) -> str | None:
+    """The adapter that a policy version is, where policies are adapters; 0 is the model alone."""
+    return None if version in (None, "0") else ADAPTER
 
 
 class EngineUnavailable(EngineError):
@@ -116,8 +125,14 @@ class EngineClient:
 
     # --- generation -------------------------------------------------------------------------------
 
-    async def generate(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
+    async def generate(
+        self, requests: Sequence[GenerateRequest], adapter: str | None = None
+    ) -> list[GenerateResult]:
         """Continue prompts in one HTTP call.
+
+        Args:
+            requests: any number.
+            adapter: that the engine adds to its weights; see `adapter_of`.
 
         Returns:
             One result a request, in order.
@@ -137,6 +152,8 @@ class EngineClient:
         }
         if any(r.images for r in requests):
             body["image_data"] = [list(r.images) for r in requests]
+        if adapter is not None:
+            body["lora_path"] = adapter
         if all(r.rid is not None for r in requests):
             body["rid"] = [r.rid for r in requests]
         replies = await self._json("POST", "/generate", body)
@@ -145,8 +162,14 @@ class EngineClient:
             raise EngineError(f"{self.url}/generate answered {got} for {len(requests)} requests")
         return [self._result(reply, r) for reply, r in zip(replies, requests, strict=True)]
 
-    async def prompt_log_probs(self, sequences: Sequence[list[int]]) -> list[list[float]]:
+    async def prompt_log_probs(
+        self, sequences: Sequence[list[int]], adapter: str | None = None
+    ) -> list[list[float]]:
         """Log-probs of the tokens of given sequences, all but each one's first, at temperature 1.
+
+        Args:
+            sequences: token ids.
+            adapter: that the engine adds to its weights.
 
         Returns:
             For each sequence of n ids, n - 1 log-probs.
@@ -160,6 +183,8 @@ class EngineClient:
             "return_logprob": True,
             "logprob_start_len": [0] * len(sequences),
         }
+        if adapter is not None:
+            body["lora_path"] = adapter
         replies = await self._json("POST", "/generate", body)
         out = []
         for sequence, reply in zip(sequences, replies, strict=True):
@@ -285,6 +310,16 @@ class EngineClient:
         """Load the weights of a Hugging Face folder that the engine can read."""
         body = {"model_path": path, "weight_version": version, "flush_cache": flush_cache}
         await self._update("/update_weights_from_disk", body)
+
+    async def update_adapter(self, folder: str, version: str) -> None:
+        """Replace the adapter by that of a folder in PEFT's format; of version 0 there is none."""
+        # The first time there is none to take away.
+        with contextlib.suppress(EngineError):
+            await self._update("/unload_lora_adapter", {"lora_name": ADAPTER})
+        if name := adapter_of(version):
+            await self._update("/load_lora_adapter", {"lora_name": name, "lora_path": folder})
+        body = {"new_version": version, "abort_all_requests": False}
+        await self._update("/update_weight_version", body)
 
     async def update_weights_from_tensor(
         self,

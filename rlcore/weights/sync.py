@@ -34,13 +34,19 @@ from rlcore.config.weights import TransportName, WeightsConfig
 from rlcore.errors import EngineError, PluginError, SluiceError, SyncError
 from rlcore.plugins import load_checked
 from rlcore.rollout.args import PluginArgs
-from rlcore.rollout.client import EngineClient
+from rlcore.rollout.client import EngineClient, adapter_of
 from rlcore.train.trainer import DType, Trainer
 from rlcore.weights import canary
 from rlcore.weights.distributed import DistributedTransport, Group, Members
 from rlcore.weights.group import Backend
 from rlcore.weights.handles import HandleTransport
-from rlcore.weights.transport import DiskTransport, TensorTransport, Transport, together
+from rlcore.weights.transport import (
+    AdapterTransport,
+    DiskTransport,
+    TensorTransport,
+    Transport,
+    together,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +77,8 @@ class SyncSpec:
     """The engines are SGLang servers on GPUs, and so is the trainer."""
     bucket_bytes: int = 512 * 2**20
     """Most bytes that travel at once."""
+    as_adapter: bool = False
+    """Engines hold the starting model and get the adapter that is trained."""
     pause_mode: Literal["abort", "in_place"] = "abort"
     """`in_place`: what is generated meanwhile stays, with its cache, and goes on with the new
     weights; tokens, and their log-probs, are of the policy that chose them.
@@ -122,7 +130,10 @@ class WeightSync:
         )
         ours = trainer.log_probs(sequences)
         transport = self._transport(spec)
-        parts = transport.parts(trainer.named_tensors(spec.dtype, spec.device))
+        if spec.as_adapter:
+            parts: Iterator[Any] = iter([trainer.adapter()])
+        else:
+            parts = transport.parts(trainer.named_tensors(spec.dtype, spec.device))
         try:
             if self._rank != 0:
                 return None
@@ -173,7 +184,8 @@ class WeightSync:
         await together(*(e.resume() for e in engines))
         transport.confirmed()
         paused = time.perf_counter()
-        theirs = await together(*(e.prompt_log_probs(sequences) for e in engines))
+        adapter = adapter_of(spec.version) if spec.as_adapter else None
+        theirs = await together(*(e.prompt_log_probs(sequences, adapter) for e in engines))
         gaps = [
             canary.check(engine.url, ours, answer, spec.canary_tolerance)
             for engine, answer in zip(engines, theirs, strict=True)
@@ -185,6 +197,8 @@ class WeightSync:
         }
 
     def _transport(self, spec: SyncSpec) -> Transport:
+        if spec.as_adapter:
+            return AdapterTransport(spec.scratch, spec.version)
         if spec.transport == "disk":
             return DiskTransport(
                 spec.scratch,

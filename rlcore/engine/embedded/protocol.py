@@ -18,7 +18,7 @@ from rlcore.images.layout import SequenceImages
 
 _KEYS = frozenset(
     ("text", "input_ids", "sampling_params", "rid", "return_logprob", "logprob_start_len",
-     "top_logprobs_num", "stream", "image_data")
+     "top_logprobs_num", "stream", "image_data", "lora_path")
 )  # fmt: skip
 See = Callable[[list[int], list[str]], tuple[list[int], SequenceImages]]
 """Ids of a prompt and its images -> ids with a placeholder for each feature, and the images."""
