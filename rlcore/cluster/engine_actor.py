@@ -14,6 +14,7 @@ from rlcore.engine.launch import EngineProcess, embedded_argv
 from rlcore.engine.options import check_options
 from rlcore.engine.sglang import Argument, sglang_argv
 from rlcore.net import free_port, free_ports
+from rlcore.train.trainer import Lora
 from rlcore.weights.delta.server import MirrorServer, MirrorSpec
 
 log = logging.getLogger("sluice.engine")
@@ -48,6 +49,8 @@ class EngineSpec:
     """Of one engine: tensor-parallel x pipeline-parallel size."""
     urls: tuple[str, ...] = ()
     """Engines that somebody else started, in place of ones that are started here."""
+    lora: Lora | None = None
+    """Of adapters that the engine is to add to its weights."""
     random_seed: int = 0
     start_timeout_s: float = 600.0
     check_interval_s: float = 1.0
@@ -158,6 +161,9 @@ class EngineActor:
         if spec.releases_memory:
             # slime's setting too: graphs of prefill do not survive a release.
             own |= {"enable_memory_saver": True, "disable_prefill_cuda_graph": True}
+        if spec.lora is not None:
+            own |= {"enable_lora": True, "max_lora_rank": spec.lora.rank}
+            own["lora_target_modules"] = list(spec.lora.targets) or ["all"]
         extra = own | spec.sglang
         if part is not None:
             extra |= {"nnodes": part.count, "node_rank": part.rank, "dist_init_addr": part.meeting}

@@ -376,6 +376,7 @@ class Fleet:
             bucket_bytes=weights.update_weight_buffer_size,
             run_id=self._config.run.id,
             mirrors=self._actors.engines.mirrors(urls) if weights.transport == "delta" else (),
+            as_adapter=weights.lora_as_adapter,
             pause_mode="in_place" if self._config.is_fully_async else "abort",
         )
 

@@ -14,7 +14,7 @@ from rlcore.store.credentials import all_options
 from rlcore.store.manifest import chain_state_id, sha256_hex
 from rlcore.store.paths import run_prefix
 from rlcore.store.run_store import RunStore
-from rlcore.train.trainer import DType
+from rlcore.train.trainer import DType, Lora
 from rlcore.weights.delta.server import MirrorSpec
 
 
@@ -79,6 +79,7 @@ def engine_spec(plan: FleetPlan) -> EngineSpec:
         tensor_parallel=tensor_parallel(plan.config),
         gpus=plan.config.cluster.rollout_num_gpus_per_engine,
         urls=tuple(rollout.engine_urls),
+        lora=Lora.of(plan.config.model) if plan.config.weights.lora_as_adapter else None,
         random_seed=plan.config.run.seed,
         routed_experts=rollout.use_rollout_routing_replay,
         start_timeout_s=rollout.start_timeout_s,
@@ -130,5 +131,6 @@ def rollout_plan(plan: FleetPlan) -> RolloutPlan:
         num_gpus=config.cluster.rollout_num_gpus,
         slime=slime_args_of(config),
         supervised=config.run.mode == "sft",
+        adapters=config.weights.lora_as_adapter,
         keep_on_for=config.train.num_iterations if config.is_fully_async else None,
     )

@@ -367,6 +367,7 @@ class RolloutActor:
             retries=config.request_retries,
             timeout_s=config.request_timeout_s,
             patience_s=config.start_timeout_s,
+            adapters=self._plan.adapters,
         )
 
     def _engines(self) -> EnginePool:

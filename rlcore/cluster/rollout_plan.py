@@ -38,6 +38,7 @@ class RolloutPlan:
         supervised: rows are learned as they are: nothing is generated, scored or filtered.
         keep_on_for: generation goes on from one rollout to the next, for so many iterations of the
             run; None: each rollout is made on its own.
+        adapters: engines hold the starting model, and policies are adapters of it.
     """
 
     run_id: str
@@ -55,6 +56,7 @@ class RolloutPlan:
     slime: dict[str, Any] | None = None
     supervised: bool = False
     keep_on_for: int | None = None
+    adapters: bool = False
 
 
 @dataclass(frozen=True)

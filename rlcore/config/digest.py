@@ -62,6 +62,7 @@ NEWER: tuple[tuple[str, str, Any], ...] = (
     ("rollout", "hf_checkpoint", None),
     ("train", "context_parallel_size", 1),
     ("train", "deterministic", False),
+    ("weights", "lora_as_adapter", False),
 )
 """Settings at values that are left out, so that runs of older releases keep their digests."""
 NEWER_SECTIONS = frozenset({"compat", "megatron"})

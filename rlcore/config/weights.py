@@ -24,6 +24,8 @@ class WeightsConfig(Section):
     """With `delta`: how many versions of changes follow on one that is whole in the store."""
     update_weight_buffer_size: PositiveInt = 512 * 2**20
     """Most bytes of weights that travel at once, but for a single larger tensor; not with disk."""
+    lora_as_adapter: bool = False
+    """With model.lora_rank: engines get the adapter and add it themselves, not merged weights."""
     canary_prompts: Annotated[int, Field(ge=1)] = 4
     """Fixed token sequences whose log-probs engine and trainer must agree on after each sync."""
     canary_tolerance: Annotated[float, Field(gt=0)] | None = None
@@ -46,6 +48,8 @@ def check_transport(config: "RunConfig") -> None:
     transport, colocate = config.weights.transport, config.cluster.colocate
     if config.rollout.hf_checkpoint is not None:
         _check_fp8(config)
+    if config.weights.lora_as_adapter:
+        _check_adapter(config)
     if config.rollout.engine != "sglang":
         return
     if transport not in ("disk", "delta") and config.cluster.device == "cpu":
@@ -76,4 +80,36 @@ def _check_fp8(config: "RunConfig") -> None:
         raise ValueError(
             "weights.transport = 'tensor' sends no fp8 weights, which rollout.hf_checkpoint asks "
             "for; use 'disk' or 'distributed'"
+        )
+
+
+def _check_adapter(config: "RunConfig") -> None:
+    what = "weights.lora_as_adapter = true"
+    if config.model.lora_rank is None:
+        raise ValueError(f"{what} needs an adapter: set model.lora_rank, or remove it")
+    if config.weights.transport != "disk":
+        raise ValueError(
+            f"{what} with weights.transport = {config.weights.transport!r}: an adapter travels as "
+            "a folder; use 'disk'"
+        )
+    if config.is_fully_async:
+        raise ValueError(
+            f"{what} with run.mode = 'fully-async': an engine changes adapters only while nothing "
+            "is generated; remove it, and merged weights are sent"
+        )
+    if config.weights.custom_update_weight_post_write_path:
+        raise ValueError(
+            f"{what} with weights.custom_update_weight_post_write_path, which is told of folders "
+            "of merged weights; remove one of them"
+        )
+    if config.offloads_rollout:
+        raise ValueError(
+            f"{what} with engines that give their weights back (cluster.offload_rollout, by default "
+            "with cluster.colocate): those come back without values; set "
+            "cluster.offload_rollout = false"
+        )
+    if config.rollout.engine_urls:
+        raise ValueError(
+            f"{what} with rollout.engine_urls: those engines hold other weights than the starting "
+            "model's, to which the adapter belongs; remove it"
         )

@@ -10,6 +10,7 @@ Invariants:
 
 import asyncio
 import base64
+import contextlib
 import gc
 import math
 import time
@@ -30,6 +31,13 @@ from rlcore.rollout.limits import Limits, check_request
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
+ADAPTER = "policy"
+"""Name of the adapter at engines that add one to the starting model's weights."""
+
+
+def adapter_of(version: str | None) -> str | None:
+    """The adapter that a policy version is, where policies are adapters; 0 is the model alone."""
+    return None if version in (None, "0") else ADAPTER
 
 
 class EngineUnavailable(EngineError):
@@ -128,8 +136,14 @@ class EngineClient:
 
     # --- generation -------------------------------------------------------------------------------
 
-    async def generate(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
+    async def generate(
+        self, requests: Sequence[GenerateRequest], adapter: str | None = None
+    ) -> list[GenerateResult]:
         """Continue prompts in one HTTP call.
+
+        Args:
+            requests: any number.
+            adapter: that the engine adds to its weights; see `adapter_of`.
 
         Returns:
             One result a request, in order.
@@ -151,6 +165,8 @@ class EngineClient:
             body["image_data"] = [list(r.images) for r in requests]
         if any(r.routed_experts for r in requests):
             body["return_routed_experts"] = True
+        if adapter is not None:
+            body["lora_path"] = adapter
         if all(r.rid is not None for r in requests):
             body["rid"] = [r.rid for r in requests]
         content = await self._send("POST", "/generate", body)
@@ -163,8 +179,14 @@ class EngineClient:
                 )
             return [self._result(reply, r) for reply, r in zip(replies, requests, strict=True)]
 
-    async def prompt_log_probs(self, sequences: Sequence[list[int]]) -> list[list[float]]:
+    async def prompt_log_probs(
+        self, sequences: Sequence[list[int]], adapter: str | None = None
+    ) -> list[list[float]]:
         """Log-probs of the tokens of given sequences, all but each one's first, at temperature 1.
+
+        Args:
+            sequences: token ids.
+            adapter: that the engine adds to its weights.
 
         Returns:
             For each sequence of n ids, n - 1 log-probs.
@@ -178,6 +200,8 @@ class EngineClient:
             "return_logprob": True,
             "logprob_start_len": [0] * len(sequences),
         }
+        if adapter is not None:
+            body["lora_path"] = adapter
         replies = await self._json("POST", "/generate", body)
         out = []
         for sequence, reply in zip(sequences, replies, strict=True):
@@ -328,6 +352,16 @@ class EngineClient:
         """Load the weights of a Hugging Face folder that the engine can read."""
         body = {"model_path": path, "weight_version": version, "flush_cache": flush_cache}
         await self._update("/update_weights_from_disk", body)
+
+    async def update_adapter(self, folder: str, version: str) -> None:
+        """Replace the adapter by that of a folder in PEFT's format; of version 0 there is none."""
+        # The first time there is none to take away.
+        with contextlib.suppress(EngineError):
+            await self._update("/unload_lora_adapter", {"lora_name": ADAPTER})
+        if name := adapter_of(version):
+            await self._update("/load_lora_adapter", {"lora_name": name, "lora_path": folder})
+        body = {"new_version": version, "abort_all_requests": False}
+        await self._update("/update_weight_version", body)
 
     async def update_weights_from_tensor(
         self,

@@ -19,7 +19,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rlcore.errors import EngineError
-from rlcore.rollout.client import EngineClient, EngineUnavailable, GenerateRequest, GenerateResult
+from rlcore.rollout.client import (
+    EngineClient,
+    EngineUnavailable,
+    GenerateRequest,
+    GenerateResult,
+    adapter_of,
+)
 from rlcore.rollout.limits import Limits
 from rlcore.rollout.together import all_of
 
@@ -65,6 +71,7 @@ class EnginePool:
         timeout_s: seconds until a call counts as failed.
         pause_s: seconds before the first retry; doubled each time.
         patience_s: seconds to wait for an engine to come back while none answers.
+        adapters: policies are adapters of the model that engines hold.
 
     Attributes:
         version: policy version that the engines must hold; None: any.
@@ -83,6 +90,7 @@ class EnginePool:
         timeout_s: float = 600.0,
         pause_s: float = 0.5,
         patience_s: float = 0.0,
+        adapters: bool = False,
     ) -> None:
         if not urls:
             raise EngineError("there is no engine to generate with")
@@ -91,6 +99,7 @@ class EnginePool:
         self._retries = retries
         self._pause_s = pause_s
         self._patience_s = patience_s
+        self._adapters = adapters
         self.version: str | None = None
         self.oldest: int | None = None
         self.aborting = False
@@ -198,7 +207,8 @@ class EnginePool:
                 async with self._lease(len(open_), avoid=failed_on) as engine:
                     failed_on = engine
                     sent = self.version
-                    found = await engine.client.generate([requests[k] for k in open_])
+                    adapter = adapter_of(sent) if self._adapters else None
+                    found = await engine.client.generate([requests[k] for k in open_], adapter)
                     self._check_version(engine, found)
                     if self.goes_on:
                         found = [_with_first(result, sent) for result in found]

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from rlcore.images.processor import ImageProcessor
     from rlcore.store.manifest import FileRef
     from rlcore.train.ranks import Ranks
+    from rlcore.weights.export import Adapter
 
 DType = Literal["float32", "bfloat16"]
 
@@ -158,6 +159,9 @@ class Trainer(Protocol):
         """Every weight whole and on a device, under its Hugging Face name; a gather a tensor on all
         ranks.
         """
+
+    def adapter(self) -> Adapter:
+        """The updates of low rank that are trained, whole; a gather a tensor on all ranks."""
 
     def export_hf(self, folder: Path, dtype: DType) -> None:
         """A Hugging Face folder that `from_pretrained` loads; rank 0 writes it."""

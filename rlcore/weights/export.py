@@ -63,11 +63,12 @@ def write_hf_folder(
     copy_small_files(source, staging, dtype)
     write_tensors(staging, tensors)
     if adapter is not None:
-        _write_adapter(staging / "adapter", adapter)
+        write_adapter(staging / "adapter", adapter)
     os.rename(staging, folder)
 
 
-def _write_adapter(folder: Path, adapter: Adapter) -> None:
+def write_adapter(folder: Path, adapter: Adapter) -> None:
+    """Write an adapter into a folder that is made for it."""
     from safetensors.torch import save_file
 
     folder.mkdir()

@@ -34,7 +34,7 @@ from rlcore.config.weights import TransportName, WeightsConfig
 from rlcore.errors import EngineError, PluginError, SluiceError, SyncError
 from rlcore.plugins import load_checked
 from rlcore.rollout.args import PluginArgs
-from rlcore.rollout.client import EngineClient
+from rlcore.rollout.client import EngineClient, adapter_of
 from rlcore.store.objects import Objects
 from rlcore.train.trainer import DType, Trainer
 from rlcore.weights import canary
@@ -45,7 +45,13 @@ from rlcore.weights.export import config_text
 from rlcore.weights.fp8 import BlockFp8
 from rlcore.weights.group import Backend
 from rlcore.weights.handles import HandleTransport
-from rlcore.weights.transport import DiskTransport, TensorTransport, Transport, together
+from rlcore.weights.transport import (
+    AdapterTransport,
+    DiskTransport,
+    TensorTransport,
+    Transport,
+    together,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +84,8 @@ class SyncSpec:
     """The engines are SGLang servers on GPUs, and so is the trainer."""
     bucket_bytes: int = 512 * 2**20
     """Most bytes that travel at once."""
+    as_adapter: bool = False
+    """Engines hold the starting model and get the adapter that is trained."""
     pause_mode: Literal["abort", "in_place"] = "abort"
     """`in_place`: what is generated meanwhile stays, with its cache, and goes on with the new
     weights; tokens, and their log-probs, are of the policy that chose them.
@@ -178,10 +186,7 @@ class WeightSync:
         )
         self._ours = sequences, trainer.log_probs(sequences)
         transport = self._transport(spec)
-        tensors = trainer.named_tensors(spec.dtype, spec.device)
-        if spec.fp8:
-            tensors = BlockFp8.of_folder(spec.model_folder).apply(tensors)
-        parts = Timed(transport.parts(tensors))
+        parts = Timed(self._parts(trainer, spec, transport))
         try:
             if self._rank != 0:
                 return None
@@ -247,7 +252,8 @@ class WeightSync:
         """The largest difference of any engine's log-probs to the trainer's."""
         engines, laps = self._engines(spec), Laps()
         sequences, ours = self._ours
-        theirs = await together(*(e.prompt_log_probs(sequences) for e in engines))
+        adapter = adapter_of(spec.version) if spec.as_adapter else None
+        theirs = await together(*(e.prompt_log_probs(sequences, adapter) for e in engines))
         gaps = [
             canary.check(engine.url, ours, answer, spec.canary_tolerance)
             for engine, answer in zip(engines, theirs, strict=True)
@@ -255,7 +261,19 @@ class WeightSync:
         laps.end("seconds_canary")
         return {"canary_abs_diff": max(gaps), **laps.seconds}
 
+    @staticmethod
+    def _parts(trainer: Trainer, spec: SyncSpec, transport: Transport) -> Iterator[Any]:
+        """What travels."""
+        if spec.as_adapter:
+            return iter([trainer.adapter()])
+        tensors = trainer.named_tensors(spec.dtype, spec.device)
+        if spec.fp8:
+            tensors = BlockFp8.of_folder(spec.model_folder).apply(tensors)
+        return transport.parts(tensors)
+
     def _transport(self, spec: SyncSpec) -> Transport:
+        if spec.as_adapter:
+            return AdapterTransport(spec.scratch, spec.version)
         if spec.transport == "disk":
             return DiskTransport(
                 spec.scratch,

@@ -22,7 +22,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from rlcore.rollout.client import EngineClient
 from rlcore.train.trainer import DType
-from rlcore.weights.export import buckets_and_last, write_config, write_tensors
+from rlcore.weights.export import (
+    Adapter,
+    buckets_and_last,
+    write_adapter,
+    write_config,
+    write_tensors,
+)
 from rlcore.weights.wire import safetensors_parts
 
 if TYPE_CHECKING:
@@ -101,6 +107,38 @@ class DiskTransport:
     def confirmed(self) -> None:
         """Remove the folders of other versions."""
         for folder in self._root.glob("weights-*"):
+            if folder != self.folder:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+class AdapterTransport:
+    """The trained adapter as a folder below `root`, which engines add to the starting model."""
+
+    def __init__(self, root: Path, version: str) -> None:
+        self._root = root
+        self._version = version
+        self.folder = root / f"adapter-{version}"
+
+    def parts(self, tensors: Iterator[Adapter]) -> Iterator[Adapter]:
+        """The adapter alone."""
+        return tensors
+
+    def prepare(self, parts: Iterator[Adapter]) -> None:
+        """Write the folder."""
+        staging = self._root / f".adapter-{self._version}.partial"
+        for old in (staging, self.folder):
+            shutil.rmtree(old, ignore_errors=True)
+        self._root.mkdir(parents=True, exist_ok=True)
+        write_adapter(staging, next(parts))
+        staging.rename(self.folder)
+
+    async def send(self, engines: Sequence[EngineClient], parts: Iterator[Adapter]) -> None:
+        """Have the engines load the folder."""
+        await together(*(e.update_adapter(str(self.folder), self._version) for e in engines))
+
+    def confirmed(self) -> None:
+        """Remove the folders of other versions."""
+        for folder in self._root.glob("adapter-*"):
             if folder != self.folder:
                 shutil.rmtree(folder, ignore_errors=True)
 

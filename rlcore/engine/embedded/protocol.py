@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _KEYS = frozenset(
     ("text", "input_ids", "sampling_params", "rid", "return_logprob", "logprob_start_len",
-     "top_logprobs_num", "stream", "image_data", "return_routed_experts")
+     "top_logprobs_num", "stream", "image_data", "return_routed_experts", "lora_path")
 )  # fmt: skip
 See = Callable[[list[int], list[str]], tuple[list[int], SequenceImages]]
 """Ids of a prompt and its images -> ids with a placeholder for each feature, and the images."""

@@ -16,6 +16,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 
+from rlcore.engine.embedded.adapter import Adapters, Put
 from rlcore.engine.embedded.groups import Groups
 from rlcore.engine.embedded.output import answer
 from rlcore.engine.embedded.protocol import Call, Limits, See, blind, parse_call
@@ -41,11 +42,13 @@ class Service:
     model_path: str
     settings: dict[str, Any]
     """The command line's settings, for /get_server_info."""
+    adapters: Adapters
     see: See = blind
     """Places the images of a prompt."""
 
     def parse(self, body: dict[str, Any]) -> Call:
         """A `/generate` body as a call."""
+        self.adapters.check(body.get("lora_path"))
         return parse_call(body, self.limits, self.tokenizer.encode, self.see)
 
 
@@ -62,6 +65,7 @@ def build_app(service: Service) -> FastAPI:
     _add_information(app, service)
     _add_control(app, service)
     _add_weights(app, service)
+    _add_adapters(app, service)
     _add_groups(app, service)
     return app
 
@@ -375,6 +379,40 @@ def _add_weights(app: FastAPI, service: Service) -> None:
                 f"serialized_named_tensors must hold 1 blob (tp_size 1), not {len(blobs)}."
             )
         return await _update(service, body, lambda runner: runner.update_from_blobs(blobs))
+
+
+def _add_adapters(app: FastAPI, service: Service) -> None:
+    scheduler, adapters = service.scheduler, service.adapters
+
+    def route(path: str, change: Callable[[dict[str, Any], Put], int]) -> None:
+        async def endpoint(request: Request) -> Response:
+            body = await _body(request)
+
+            def apply(runner: ModelRunner) -> int:
+                return change(body, runner.update_from_tensors)
+
+            told: dict[str, Any] = {"success": True, "error_message": None}
+            try:
+                await _ask(service, lambda: scheduler.update(apply, True, None), when_idle=True)
+            except EngineError as error:
+                told = {"success": False, "error_message": str(error)}
+            loaded = {adapters.name: body.get("lora_path")} if adapters.name else {}
+            status = 200 if told["success"] else 400
+            return _json({**told, "loaded_adapters": loaded}, status)
+
+        app.post(path)(endpoint)
+
+    route("/load_lora_adapter", adapters.load)
+    route("/unload_lora_adapter", adapters.unload)
+
+    @app.post("/update_weight_version")
+    async def update_weight_version(request: Request) -> Response:
+        version = (await _body(request)).get("new_version")
+        if not isinstance(version, str):
+            raise EngineError(f"new_version must be a string, got {version!r}.")
+        await _ask(service, lambda: scheduler.update(lambda runner: 0, False, version))
+        message = f"Weight version updated to {version}"
+        return _json({"success": True, "message": message, "new_version": version})
 
 
 def _add_groups(app: FastAPI, service: Service) -> None:

@@ -9,6 +9,7 @@ import psutil
 import torch
 import uvicorn
 
+from rlcore.engine.embedded.adapter import Adapters
 from rlcore.engine.embedded.calibrate import calibrate
 from rlcore.engine.embedded.protocol import Limits, See, blind
 from rlcore.engine.embedded.rows import Rows
@@ -76,7 +77,7 @@ def build_service(arguments: argparse.Namespace) -> Service:
         runner.context_length, runner.vocab_size, arguments.enable_return_routed_experts
     )
     see = image_reader(path) if runner.sees else blind
-    return Service(scheduler, tokenizer, limits, str(path), settings, see)
+    return Service(scheduler, tokenizer, limits, str(path), settings, Adapters(path), see)
 
 
 def image_reader(path: Path) -> See:

@@ -412,7 +412,7 @@ class FsdpTrainer:
                 "the trainer stopped in the middle of a batch, so its weights are no model to "
                 "export"
             )
-        adapter = None if self._adapters is None else self._adapter(self._adapters, self._folder)
+        adapter = None if self._adapters is None else self.adapter()
         tensors = self.named_tensors(dtype)
         if dist.get_rank() == 0:
             write_hf_folder(folder, self._folder, tensors, dtype, adapter)
@@ -421,10 +421,13 @@ class FsdpTrainer:
                 pass
 
     @torch.no_grad()
-    def _adapter(self, adapters: Adapters, base: Path) -> Adapter:
+    def adapter(self) -> Adapter:
         """What is trained in place of the weights, whole; float32."""
-        tensors = {name: whole.cpu() for name, whole in adapters.named_tensors()}
-        return Adapter(adapters.config(str(base)), tensors)
+        self._held()
+        if self._adapters is None:
+            raise TrainError("the trainer trains the model itself and has no adapter")
+        tensors = {name: whole.cpu() for name, whole in self._adapters.named_tensors()}
+        return Adapter(self._adapters.config(str(self._folder)), tensors)
 
     # --- memory -----------------------------------------------------------------------------------
 

@@ -2,7 +2,11 @@
 
 import sys
 
+import pytest
+
+from rlcore.cluster.engine_actor import EngineActor, EngineSpec
 from rlcore.engine.sglang import sglang_argv
+from rlcore.train.trainer import Lora
 
 
 def test_settings_and_extras() -> None:
@@ -24,3 +28,13 @@ def test_settings_and_extras() -> None:
         "--model-path /models/m --host 127.0.0.1 --port 3000 --tp-size 2 --dtype bfloat16 "
         "--mem-fraction-static 0.6 --disable-cuda-graph --cuda-graph-bs-decode 8 64"
     )
+
+
+@pytest.mark.parametrize(
+    ("targets", "said"), [((), "all"), (("q_proj", "up_proj"), "q_proj up_proj")]
+)
+def test_a_server_that_adds_adapters_is_told_of_them(targets: tuple[str, ...], said: str) -> None:
+    spec = EngineSpec("sglang", "/m", "/logs", lora=Lora(8, 16.0, targets), random_seed=3)
+    options = " ".join(EngineActor(spec, 2)._sglang("0", "127.0.0.1", 3000, None))
+    assert f"--enable-lora --max-lora-rank 8 --lora-target-modules {said}" in options
+    assert "--weight-version 0 --random-seed 5" in options
