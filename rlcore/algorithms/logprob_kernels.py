@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -75,4 +75,4 @@ def logits_gradient(
 @cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function of this module as torch compiles it, at its first call."""
-    return cast(Callable[..., Any], torch.compile(function))
+    return torch.compile(function)

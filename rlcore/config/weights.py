@@ -104,9 +104,8 @@ def _check_adapter(config: "RunConfig") -> None:
         )
     if config.offloads_rollout:
         raise ValueError(
-            f"{what} with engines that give their weights back (cluster.offload_rollout, by default "
-            "with cluster.colocate): those come back without values; set "
-            "cluster.offload_rollout = false"
+            f"{what} with cluster.offload_rollout, which cluster.colocate turns on: the weights of "
+            "an engine come back without values; set cluster.offload_rollout = false"
         )
     if config.rollout.engine_urls:
         raise ValueError(

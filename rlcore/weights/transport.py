@@ -119,11 +119,11 @@ class AdapterTransport:
         self._version = version
         self.folder = root / f"adapter-{version}"
 
-    def parts(self, tensors: Iterator[Adapter]) -> Iterator[Adapter]:
+    def parts(self, tensors: Iterator[Any]) -> Iterator[Any]:
         """The adapter alone."""
         return tensors
 
-    def prepare(self, parts: Iterator[Adapter]) -> None:
+    def prepare(self, parts: Iterator[Adapter]) -> dict[str, float]:
         """Write the folder."""
         staging = self._root / f".adapter-{self._version}.partial"
         for old in (staging, self.folder):
@@ -131,6 +131,7 @@ class AdapterTransport:
         self._root.mkdir(parents=True, exist_ok=True)
         write_adapter(staging, next(parts))
         staging.rename(self.folder)
+        return {}
 
     async def send(self, engines: Sequence[EngineClient], parts: Iterator[Adapter]) -> None:
         """Have the engines load the folder."""

@@ -116,7 +116,9 @@ def _variable_length(
     query: Tensor, key: Tensor, value: Tensor, layout: SequenceLayout, scaling: float | None
 ) -> Tensor:
     """[T, heads, width], from [heads, T, width] of each."""
-    more = {"enable_gqa": True} if KNOWS_GROUPS and query.shape[0] != key.shape[0] else {}
+    more: dict[str, Any] = (
+        {"enable_gqa": True} if KNOWS_GROUPS and query.shape[0] != key.shape[0] else {}
+    )
     mixed = varlen_attn(
         query.transpose(0, 1),
         key.transpose(0, 1),
