@@ -55,6 +55,8 @@ from rlcore.weights.experts import by_expert
 from rlcore.weights.export import Adapter, write_hf_folder
 from rlcore.weights.names import checkpoint_names
 
+COMPILED_LENGTH = 256
+"""Tokens of a sequence for which the code of a step is made."""
 TORCH_DTYPES: dict[DType, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -152,13 +154,16 @@ class FsdpTrainer:
         self.loaded, self.dirty = state_id, False
 
     def _compile(self) -> None:
-        """Have torch make the code of a step before there is one: engines start meanwhile. The
-        second length has it make code for all.
+        """Have torch make the code of a step before there is one: engines start meanwhile. It is
+        made for micro-batches as large as they may be; a second one has it made for all sizes.
         """
         policy, optimizer = self._held()
-        for length in (64, 96):
-            batch = TrainSequence([0] * length, length - 1)
-            packed = pack([batch, batch], Totals(2 * length - 2, 2), "token_mean").inputs()
+        length = max(2, min(COMPILED_LENGTH, self._train.max_tokens // 2))
+        most = max(2, self._train.max_tokens // length)
+        for count in (most, most - 1):
+            batch = [TrainSequence([0] * length, length - 1)] * count
+            totals = Totals(count * (length - 1), count)
+            packed = pack(batch, totals, "token_mean").inputs()
             packed = packed.to(self._device)
             rows = packed.loss_mask.nonzero()[:, 0]
             with torch.no_grad():
