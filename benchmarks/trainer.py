@@ -65,7 +65,6 @@ def main() -> int:
     )
     result: dict[str, Any] = {"benchmark": "trainer", "machine": machine("torch", "transformers")}
     if device == "cuda":
-        result["machine"]["gpu"] = torch.cuda.get_device_name()
         result["matmul_tflops"] = round(matmul_tflops(), 1)
     result["peak_tflops"], result["shapes"] = PEAK_TFLOPS, {}
     for name in args.shapes:
