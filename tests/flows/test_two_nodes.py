@@ -8,7 +8,9 @@ import pytest
 from real_runs import Sluice, finish, short, wait_for
 from two_nodes import TwoNodes, two_nodes, why_not
 
-ITERATIONS = 3
+ITERATIONS = 8
+PATIENCE_S = 600.0
+"""Two nodes of Ray and a run are more than two busy cores do in a minute."""
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
 
@@ -19,31 +21,40 @@ def nodes() -> Iterator[TwoNodes]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(2400)
 def test_two_nodes_train_what_one_does_and_a_lost_node_loses_nothing(
     nodes: TwoNodes, tmp_path: Path
 ) -> None:
     path = str(short(tmp_path, ITERATIONS, more="state_interval = 1"))
     ranks = ("--set", "rollout.num_engines=2")
     one = Sluice(tmp_path / "root", tmp_path)
-    one("train", path, "--run-id", "one", *ranks, "--set", "cluster.actor_num_gpus_per_node=2")
+    one(
+        "train",
+        path,
+        "--run-id",
+        "one",
+        *ranks,
+        "--set",
+        "cluster.actor_num_gpus_per_node=2",
+        timeout=PATIENCE_S,
+    )
 
     both = Sluice(tmp_path / "root", tmp_path, env=nodes.env, within=nodes.first.within)
     over = (*ranks, "--set", "cluster.actor_num_nodes=2")
     over += ("--set", f"cluster.ray_address={nodes.ray_address}")
     process = both.start("train", path, "--run-id", "two", *over, "--json")
-    wait_for(both.committed("two", 0).exists, 240)
+    wait_for(both.committed("two", 0).exists, PATIENCE_S)
     logs = (tmp_path / "root" / "runs" / "two" / "logs" / "epoch-0001").glob("engine-*.log")
     served = {re.search(r"http://([\d.]+):", log.read_text())[1] for log in logs}  # type: ignore[index]
     assert served == {nodes.first.address, nodes.second.address}
 
     nodes.second.kill()
-    _, err = finish(process, 240)
+    _, err = finish(process, PATIENCE_S)
     assert process.returncode == 1, err
     assert nodes.second.address in err or "died" in err
 
     nodes.start_second()
-    both("resume", "two", "--set", f"cluster.ray_address={nodes.ray_address}")
+    both("resume", "two", "--set", f"cluster.ray_address={nodes.ray_address}", timeout=PATIENCE_S)
     assert one.json("verify", "two")["ok"]
     alone, apart = one.json("show", "one"), one.json("show", "two")
     assert apart["state_sha256"] == alone["state_sha256"]
@@ -51,7 +62,7 @@ def test_two_nodes_train_what_one_does_and_a_lost_node_loses_nothing(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(2400)
 def test_nodes_without_a_common_disk_fetch_the_model_and_get_weights_by_broadcast(
     nodes: TwoNodes, tmp_path: Path
 ) -> None:
@@ -60,8 +71,9 @@ def test_nodes_without_a_common_disk_fetch_the_model_and_get_weights_by_broadcas
     over = ("--set", "rollout.num_engines=2", "--set", "cluster.actor_num_nodes=2")
     over += ("--set", f"cluster.ray_address={nodes.ray_address}")
     path = str(short(tmp_path, 2))
-    said = far("train", path, "--run-id", "far", *over, code=1)
+    said = far("train", path, "--run-id", "far", *over, code=1, timeout=PATIENCE_S)
     assert "weights.transport = 'disk', but the run has 2 nodes" in " ".join(said.split())
-    far("train", path, "--run-id", "sent", *over, "--set", "weights.transport=distributed")
+    over += ("--set", "weights.transport=distributed")
+    far("train", path, "--run-id", "sent", *over, timeout=PATIENCE_S)
     assert far.json("verify", "sent")["ok"]
     assert far.json("show", "sent")["committed"] == 2

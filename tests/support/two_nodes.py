@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from real_runs import wait_for
@@ -122,6 +123,7 @@ class TwoNodes:
         wait_for(lambda: b"Ray runtime started" in path.read_bytes(), START_S)
 
 
+@cache
 def why_not() -> str | None:
     """Why there can be no namespaces here; None if there can."""
     if os.geteuid() != 0:
