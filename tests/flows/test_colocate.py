@@ -43,7 +43,7 @@ def test_a_colocated_run_ends_as_one_that_shares_nothing_and_survives_a_kill(
 
     shared = ["--set", "cluster.colocate=true"]
     process = sluice.start("train", str(config), "--run-id", "killed", *shared)
-    wait_for((tmp_path / "marker").exists, seconds=300)
+    wait_for((tmp_path / "marker").exists, seconds=500)
     kill_tree(process.pid)
     process.wait(10)
     sluice("resume", "killed")
@@ -61,17 +61,17 @@ def test_a_colocated_run_ends_as_one_that_shares_nothing_and_survives_a_kill(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_an_engine_that_dies_without_its_memory_comes_back(sluice: Sluice, tmp_path: Path) -> None:
     """The trainer makes room for it within the weight sync."""
     config = with_hook(tmp_path, iterations=3)
     process = sluice.start(
         "train", str(config), "--run-id", "hurt", "--set", "cluster.colocate=true"
     )
-    wait_for((tmp_path / "marker").exists, seconds=300)
+    wait_for((tmp_path / "marker").exists, seconds=500)
     os.kill(the_one(process, is_engine), signal.SIGKILL)
     (tmp_path / "go").touch()
-    said = finish(process, timeout=300)
+    said = finish(process, timeout=500)
     assert process.returncode == 0, said
     metrics = sluice.json("show", "hurt")["metrics"]
     assert [m["cluster/engine_restarts"] for m in metrics] == [0, 1, 0]
