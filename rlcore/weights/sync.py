@@ -129,11 +129,8 @@ class WeightSync:
             spec.canary_prompts, spec.vocab_size, spec.context_length
         )
         ours = trainer.log_probs(sequences)
-        transport = self._transport(spec)
-        if spec.as_adapter:
-            parts: Iterator[Any] = iter([trainer.adapter()])
-        else:
-            parts = transport.parts(trainer.named_tensors(spec.dtype, spec.device))
+        transport = self._transport(spec, trainer)
+        parts = transport.parts(trainer.named_tensors(spec.dtype, spec.device))
         try:
             if self._rank != 0:
                 return None
@@ -196,9 +193,9 @@ class WeightSync:
             "seconds_canary": time.perf_counter() - paused,
         }
 
-    def _transport(self, spec: SyncSpec) -> Transport:
+    def _transport(self, spec: SyncSpec, trainer: Trainer) -> Transport:
         if spec.as_adapter:
-            return AdapterTransport(spec.scratch, spec.version)
+            return AdapterTransport(spec.scratch, spec.version, trainer.adapter())
         if spec.transport == "disk":
             return DiskTransport(
                 spec.scratch,
