@@ -185,8 +185,11 @@ class WeightSync:
             spec.canary_prompts, spec.vocab_size, spec.context_length
         )
         self._ours = sequences, trainer.log_probs(sequences)
-        transport = self._transport(spec)
-        parts = Timed(self._parts(trainer, spec, transport))
+        transport = self._transport(spec, trainer)
+        tensors = trainer.named_tensors(spec.dtype, spec.device)
+        if spec.fp8:
+            tensors = BlockFp8.of_folder(spec.model_folder).apply(tensors)
+        parts = Timed(transport.parts(tensors))
         try:
             if self._rank != 0:
                 return None
@@ -261,19 +264,9 @@ class WeightSync:
         laps.end("seconds_canary")
         return {"canary_abs_diff": max(gaps), **laps.seconds}
 
-    @staticmethod
-    def _parts(trainer: Trainer, spec: SyncSpec, transport: Transport) -> Iterator[Any]:
-        """What travels."""
+    def _transport(self, spec: SyncSpec, trainer: Trainer) -> Transport:
         if spec.as_adapter:
-            return iter([trainer.adapter()])
-        tensors = trainer.named_tensors(spec.dtype, spec.device)
-        if spec.fp8:
-            tensors = BlockFp8.of_folder(spec.model_folder).apply(tensors)
-        return transport.parts(tensors)
-
-    def _transport(self, spec: SyncSpec) -> Transport:
-        if spec.as_adapter:
-            return AdapterTransport(spec.scratch, spec.version)
+            return AdapterTransport(spec.scratch, spec.version, trainer.adapter())
         if spec.transport == "disk":
             return DiskTransport(
                 spec.scratch,

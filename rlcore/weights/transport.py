@@ -114,26 +114,27 @@ class DiskTransport:
 class AdapterTransport:
     """The trained adapter as a folder below `root`, which engines add to the starting model."""
 
-    def __init__(self, root: Path, version: str) -> None:
+    def __init__(self, root: Path, version: str, adapter: Adapter) -> None:
         self._root = root
         self._version = version
+        self._adapter = adapter
         self.folder = root / f"adapter-{version}"
 
-    def parts(self, tensors: Iterator[Any]) -> Iterator[Any]:
-        """The adapter alone."""
-        return tensors
+    def parts(self, tensors: Tensors) -> Tensors:
+        """None of the model's own."""
+        return iter(())
 
-    def prepare(self, parts: Iterator[Adapter]) -> dict[str, float]:
+    def prepare(self, parts: Tensors) -> dict[str, float]:
         """Write the folder."""
         staging = self._root / f".adapter-{self._version}.partial"
         for old in (staging, self.folder):
             shutil.rmtree(old, ignore_errors=True)
         self._root.mkdir(parents=True, exist_ok=True)
-        write_adapter(staging, next(parts))
+        write_adapter(staging, self._adapter)
         staging.rename(self.folder)
         return {}
 
-    async def send(self, engines: Sequence[EngineClient], parts: Iterator[Adapter]) -> None:
+    async def send(self, engines: Sequence[EngineClient], parts: Tensors) -> None:
         """Have the engines load the folder."""
         await together(*(e.update_adapter(str(self.folder), self._version) for e in engines))
 
