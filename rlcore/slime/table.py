@@ -7,9 +7,7 @@ one: `translate` knows them by `MEGATRON` and by their prefixes.
 from rlcore.slime import convert
 from rlcore.slime.rules import Argument, Held, Joined, Refused, Setting, flag
 
-MOVES_WITH_MEGATRON = (
-    "it comes with the Megatron backend, which does not exist yet; FSDP2 trains now"
-)
+MOVES_WITH_MEGATRON = "the Megatron backend does not have it yet"
 NO_OFFLOAD = (
     "trainer and engines keep their memory while they share GPUs; cluster.colocate = true shares "
     "them, and sglang.mem_fraction_static leaves room"
