@@ -1,8 +1,23 @@
 """Megatron's own options, as far as launch lines of slime give them."""
 
-from rlcore.slime.rules import Argument, Held, Setting, Takes
+from rlcore.slime.rules import Argument, Held, Joined, Setting, Takes
 
 LAYOUT = Held("how Megatron lays the model out; FSDP2 shards it over all ranks")
+OVERLAP = Held("gradients are reduced when a step's micro-batches are through")
+CONTEXT = "context-parallel-size"
+LAID_OUT: dict[str, Takes] = {
+    "tensor-model-parallel-size": "int",
+    "pipeline-model-parallel-size": "int",
+    "context-parallel-size": "int",
+    "expert-model-parallel-size": "int",
+    "expert-tensor-parallel-size": "int",
+    "sequence-parallel": "flag",
+    "use-distributed-optimizer": "flag",
+    "recompute-granularity": "str",
+    "recompute-method": "str",
+    "recompute-num-layers": "int",
+}
+"""Settings of `megatron`, under the same names, where that backend is asked for."""
 SHAPE = Held("read from the model's config.json, or of model.preset; what is said must agree")
 KERNEL = Held("kernels and precision of sums are the trainer's choice")
 MEMORY = Held("how Megatron saves memory; train.gradient_checkpointing recomputes activations")
@@ -15,24 +30,31 @@ def _all(rule: Held, takes: Takes, names: str) -> list[Argument]:
 OPTIONS = {
     argument.name: argument
     for argument in (
+        *(
+            Argument(
+                name,
+                takes,
+                Joined(
+                    f"megatron.{name.replace('-', '_')}",
+                    "with `--train-backend megatron`"
+                    + (", else `train.context_parallel_size`" if name == CONTEXT else ""),
+                ),
+            )
+            for name, takes in LAID_OUT.items()
+        ),
         *_all(
             LAYOUT,
             "int",
-            "tensor-model-parallel-size pipeline-model-parallel-size "
-            "expert-model-parallel-size expert-tensor-parallel-size "
             "decoder-first-pipeline-num-layers decoder-last-pipeline-num-layers "
             "num-layers-per-virtual-pipeline-stage",
         ),
         *_all(
-            LAYOUT,
+            OVERLAP,
             "flag",
-            "sequence-parallel use-distributed-optimizer overlap-grad-reduce overlap-param-gather "
+            "overlap-grad-reduce overlap-param-gather "
             "use-precision-aware-optimizer overlap-cpu-optimizer-d2h-h2d",
         ),
-        Argument("context-parallel-size", "int", Setting("train.context_parallel_size")),
         Argument("optimizer-cpu-offload", "flag", Setting("train.optimizer_cpu_offload")),
-        *_all(MEMORY, "str", "recompute-granularity recompute-method"),
-        *_all(MEMORY, "int", "recompute-num-layers"),
         *_all(MEMORY, "strs", "recompute-modules"),
         *_all(
             SHAPE,

@@ -7,9 +7,7 @@ one: `translate` knows them by `MEGATRON` and by their prefixes.
 from rlcore.slime import convert
 from rlcore.slime.rules import Argument, Held, Joined, Refused, Setting, flag
 
-MOVES_WITH_MEGATRON = (
-    "it comes with the Megatron backend, which does not exist yet; FSDP2 trains now"
-)
+MOVES_WITH_MEGATRON = "the Megatron backend does not have it yet"
 APART = "nothing moves without `--colocate`"
 NO_SERVER = "the Megatron teacher server is a program of slime's own; there is none here"
 

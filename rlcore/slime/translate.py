@@ -14,7 +14,7 @@ from rlcore.config.tree import WITHOUT_ENGINES
 from rlcore.errors import ConfigError
 from rlcore.slime.architecture import match_architecture
 from rlcore.slime.convert import BUILT_IN_FILTERS, LOSSES
-from rlcore.slime.megatron import OPTIONS
+from rlcore.slime.megatron import CONTEXT, LAID_OUT, OPTIONS
 from rlcore.slime.rules import Argument, Held, Refused, Setting
 from rlcore.slime.table import BY_NAME
 
@@ -213,6 +213,7 @@ def join(given: dict[str, Any], done: Translation) -> None:
         raise ConfigError("--rollout-max-response-len is missing: slime has no default for it")
     _defaults(given, done)
     _batches(given, done)
+    _backend(given, done)
     _cluster(given, done)
     _store(given, done)
     _functions(given, done)
@@ -270,10 +271,6 @@ def _set(done: Translation, key: str, value: Any) -> None:
 
 def _defaults(given: dict[str, Any], done: Translation) -> None:
     legacy = given.get("train-backend") == "fsdp"
-    if not legacy:
-        done.notes.append(
-            ("--train-backend megatron", "it does not exist yet; FSDP2 trains, from the same model")
-        )
     for name, key, value in (
         ("input-key", "data.input_key", "input"),
         ("rollout-shuffle", "data.shuffle", False),
@@ -287,7 +284,6 @@ def _defaults(given: dict[str, Any], done: Translation) -> None:
         if name not in given:
             _set(done, key, value)
     _set(done, "rollout.engine", "sglang")
-    _set(done, "train.backend", "fsdp")
     _set(done, "train.precision", "bfloat16")
     transport = given.get("update-weight-transport", "nccl")
     if transport not in ("nccl", "disk"):
@@ -320,6 +316,24 @@ def _batches(given: dict[str, Any], done: Translation) -> None:
     share = given.get("lr-warmup-fraction", given.get("warmup-ratio"))
     if share is not None and "lr-warmup-iters" not in given:
         _set(done, "train.lr_warmup_steps", round(share * given["num-rollout"] * steps))
+
+
+def _backend(given: dict[str, Any], done: Translation) -> None:
+    """Megatron where it is asked for by name; else FSDP2, whatever the layout."""
+    asked = given.get("train-backend")
+    _set(done, "train.backend", "megatron" if asked == "megatron" else "fsdp")
+    if asked is None:
+        why = "FSDP2 trains, from the same model, unless it is asked for by name"
+        done.notes.append(("--train-backend megatron", why))
+    for name in LAID_OUT:
+        if name not in given:
+            continue
+        if asked == "megatron":
+            _set(done, f"megatron.{name.replace('-', '_')}", given[name])
+        elif name == CONTEXT:
+            _set(done, "train.context_parallel_size", given[name])
+        else:
+            done.notes.append((f"--{name}", "FSDP2 shards the model over all ranks"))
 
 
 def _cluster(given: dict[str, Any], done: Translation) -> None:

@@ -45,7 +45,7 @@ def pid_of(url: str) -> int:
 def test_an_engine_that_dies_with_its_memory_given_back_comes_again(
     ray: None, model_folder: Path, tmp_path: Path
 ) -> None:
-    asyncio.run(give_back_and_die(Engines(spec(model_folder, tmp_path), [NOWHERE])))
+    asyncio.run(give_back_and_die(Engines(spec(model_folder, tmp_path), [[NOWHERE]])))
 
 
 def spec(model: Path, folder: Path) -> EngineSpec:

@@ -35,6 +35,6 @@ def test_settings_and_extras() -> None:
 )
 def test_a_server_that_adds_adapters_is_told_of_them(targets: tuple[str, ...], said: str) -> None:
     spec = EngineSpec("sglang", "/m", "/logs", lora=Lora(8, 16.0, targets), random_seed=3)
-    options = " ".join(EngineActor(spec, 2)._sglang("0", "127.0.0.1", 3000, None))
+    options = " ".join(EngineActor(spec, 2)._sglang("0", 3000, None))
     assert f"--enable-lora --max-lora-rank 8 --lora-target-modules {said}" in options
     assert "--weight-version 0 --random-seed 5" in options

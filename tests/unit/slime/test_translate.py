@@ -184,6 +184,19 @@ def test_the_legacy_fsdp_trainer_keeps_its_defaults() -> None:
     assert config.train.gradient_checkpointing
 
 
+def test_megatron_s_layout_becomes_settings() -> None:
+    layout = "--tensor-model-parallel-size 2 --sequence-parallel --recompute-granularity full"
+    config = config_of(f"{SHORTEST} --train-backend megatron {layout}")
+    assert config.train.backend == "megatron"
+    assert config.megatron == {
+        "tensor_model_parallel_size": 2,
+        "sequence_parallel": True,
+        "recompute_granularity": "full",
+    }
+    config = config_of(f"{SHORTEST} {layout}")
+    assert (config.train.backend, config.megatron) == ("fsdp", {})
+
+
 def test_what_slime_defaults_to_is_said_where_ours_is_another() -> None:
     config = config_of(SHORTEST)
     assert (config.data.input_key, config.data.shuffle) == ("input", False)
@@ -242,7 +255,7 @@ def test_the_printed_file_is_that_configuration(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(text)
     expected = build_config(resolve_paths(done.tree, RunConfig, tmp_path))
     assert load_config(tmp_path / "run.toml") == expected
-    assert "# --train-backend megatron: it does not exist yet" in text
+    assert "# --train-backend megatron: FSDP2 trains" in text
 
 
 def test_functions_are_taken_as_slime_s() -> None:
