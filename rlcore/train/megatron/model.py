@@ -208,13 +208,21 @@ def _check(arch: Architecture) -> None:
         )
 
 
-def _check_layout(arch: Architecture, layout: Layout) -> None:
-    tensor, context = layout.tensor_parallel, layout.context_parallel
-    if arch.num_experts and tensor > 1 and not layout.sequence_parallel:
+def check_trains(arch: Architecture, layout: Layout) -> None:
+    """The layout is one that megatron-core trains in, and not only computes in.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if arch.num_experts and layout.tensor_parallel > 1 and not layout.sequence_parallel:
         raise ConfigError(
-            f"megatron.tensor_model_parallel_size = {tensor} with experts needs "
+            f"megatron.tensor_model_parallel_size = {layout.tensor_parallel} with experts needs "
             "megatron.sequence_parallel = true"
         )
+
+
+def _check_layout(arch: Architecture, layout: Layout) -> None:
+    tensor, context = layout.tensor_parallel, layout.context_parallel
     heads, groups = arch.num_attention_heads // tensor, arch.num_key_value_heads // tensor
     if context > 1 and (heads % context or (groups % context and context % max(groups, 1))):
         raise ConfigError(

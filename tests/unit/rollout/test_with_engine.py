@@ -61,9 +61,9 @@ async def test_every_call_of_the_client(client: EngineClient, real_model: Path) 
     assert [r.tokens for r in again] == [r.tokens for r in results]
     with pytest.raises(EngineError, match=r"answered 400|failed"):
         await client.update_weights_from_disk("/nowhere", "2")
-    await client.update_weights_from_disk(str(real_model), "0")
     await client.release_memory()
     await client.resume_memory()
+    await client.update_weights_from_disk(str(real_model), "0")
 
 
 async def test_an_abort_ends_a_running_request_with_what_it_has(client: EngineClient) -> None:
