@@ -93,7 +93,9 @@ def stage_shares(arch: Architecture, layout: MegatronLayout) -> list[Share]:
         stage = stages - 1 if last else 0
         if rule.layer is not None:
             stage = rule.layer * stages // arch.num_hidden_layers
-        shares[stage] += _share(rule.shape, rule.divide, rule.expert is not None, layout)
+        # Latent attention's first projections are whole on every rank.
+        divide = None if "_down_proj" in rule.megatron else rule.divide
+        shares[stage] += _share(rule.shape, divide, rule.expert is not None, layout)
     if arch.tie_word_embeddings and stages > 1:
         # The output layer's stage has a copy of the embedding.
         outer = (arch.vocab_size, arch.hidden_size)
