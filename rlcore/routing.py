@@ -28,6 +28,8 @@ class Routing:
         self.given: Tensor | None = None
         """int [tokens, layers, k] for the passes to come, recomputation in backward included; rows
         of layers without experts are not looked at. None: layers choose themselves."""
+        self.replays = False
+        """Whether what is given counts: a reference chooses for itself."""
         self.watches = False
         """Whether `seen` is kept."""
         self._layers = len(layers)
@@ -46,12 +48,12 @@ class Routing:
         return bool(self._sparse)
 
     def give(self, chosen: Tensor | None) -> None:
-        """Set `given`.
+        """Set `given`, where it counts.
 
         Raises:
             TrainError: a layer with experts has no choice in it: all its rows are 0.
         """
-        self.given = chosen if self.has_experts else None
+        self.given = chosen if self.replays and self.has_experts else None
         if self.given is None or self.given.shape[-1] < 2 or not self.given.shape[0]:
             return
         filled = self.given.ne(0).any(dim=2).any(dim=0).tolist()

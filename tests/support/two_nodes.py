@@ -21,7 +21,7 @@ from s3_servers import KEY, SECRET
 
 from rlcore.net import free_port
 
-START_S = 120.0
+START_S = 600.0
 HEAD_PORT = 6379
 S3_PORT = 5000
 MAKE_BUCKET = """

@@ -53,7 +53,7 @@ from rlcore.train.trainer import (
 )
 from rlcore.weights.experts import by_expert
 from rlcore.weights.export import Adapter, write_hf_folder
-from rlcore.weights.names import checkpoint_names
+from rlcore.weights.names import checkpoint_names, stored_names
 
 COMPILED_LENGTH = 256
 """Tokens of a sequence for which the code of a step is made."""
@@ -104,6 +104,7 @@ class FsdpTrainer:
             self._context, self.ranks = Context.of(train.context_parallel_size)
         self._folder: Path | None = None
         self._names: dict[str, str] = {}
+        self._fixed: dict[str, str] = {}
         self.images: ImageProcessor | None = None
         """Of the model that is held; None where it takes no images."""
         self._policy: Policy | None = None
@@ -126,6 +127,7 @@ class FsdpTrainer:
         self._offload.take_back(weights_only=False)
         self._policy = self._adapters = self._optimizer = self._critic = None
         self._policy = self._build(model_folder, trained=True)
+        self._policy.routing.replays = True
         self._policy.routing.watches = self._train.use_routing_replay
         if self._train.use_routing_replay and not self._policy.routing.has_experts:
             raise ConfigError(
@@ -143,8 +145,10 @@ class FsdpTrainer:
             self._critic = self._build_critic(model_folder)
         self._writer = ShardWriter()
         self._folder = model_folder
-        held = [name for name, _ in (*self._policy.weights(), *self._policy.fixed())]
-        self._names = checkpoint_names(held, model_folder)
+        self._names = checkpoint_names([name for name, _ in self._policy.weights()], model_folder)
+        stored = stored_names(model_folder)
+        fixed = checkpoint_names([name for name, _ in self._policy.fixed()], model_folder)
+        self._fixed = {own: name for own, name in fixed.items() if name in stored}
         self.images = None
         if takes_images(model_folder):
             self.images = ImageProcessor(model_folder, trust_remote_code=self._trust_remote_code)
@@ -406,8 +410,9 @@ class FsdpTrainer:
             weight = whole.to(device=device, dtype=TORCH_DTYPES[dtype])
             yield from by_expert(self._names[name], weight)
         for name, tensor in policy.fixed():
-            # As exact as it came: it decides between experts.
-            yield self._names[name], tensor.to(device)
+            if name in self._fixed:
+                # As exact as it came: it decides between experts.
+                yield self._fixed[name], tensor.to(device)
 
     def export_hf(self, folder: Path, dtype: DType) -> None:
         """Write config, tokenizer and weights, and an adapter by itself; see `write_hf_folder`."""

@@ -62,7 +62,7 @@ def url(moe_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     engine = EngineProcess(port)
     argv = embedded_argv(moe_folder, port, routed_experts=True)
     engine.start(argv, tmp_path_factory.mktemp("log") / "engine.log")
-    engine.wait_healthy(120)
+    engine.wait_healthy(600)
     yield engine.url
     engine.stop()
 

@@ -28,7 +28,7 @@ def policy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     folder = tmp_path_factory.mktemp("family")
     tiny_families.build(request.param, folder)
     made = load_policy(folder)
-    made.routing.watches = True
+    made.routing.watches = made.routing.replays = True
     return made
 
 
@@ -67,6 +67,17 @@ def test_another_choice_is_followed_and_its_routers_learn(policy: Any) -> None:
             assert by_expert.ne(0).any()
         else:
             assert by_expert[:experts].ne(0).all() and by_expert[experts:].eq(0).all()
+
+
+def test_a_reference_chooses_for_itself(policy: Any) -> None:
+    packed = packed_of(SEQUENCES).inputs()
+    free, chosen = scored(policy, packed)
+    other = replace(packed, experts=torch.arange(chosen.shape[2]).expand_as(chosen))
+    policy.routing.replays = False
+    own, _ = scored(policy, other)
+    policy.routing.replays = True
+    moved, _ = scored(policy, other)
+    assert torch.equal(own, free) and not torch.equal(moved, free)
 
 
 def test_what_cannot_be_replayed_is_said(policy: Any) -> None:
