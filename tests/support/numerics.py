@@ -52,8 +52,14 @@ class Gap:
 
 def write_model(folder: Path, *, layers: int, hidden: int, head_dim: int) -> Path:
     """A Qwen3 with random bfloat16 weights and logits that are not flat."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+    words = {f"<{i}>": i for i in range(VOCABULARY)}
+    plain = Tokenizer(models.WordLevel(words, unk_token="<2>"))
+    PreTrainedTokenizerFast(
+        tokenizer_object=plain, pad_token="<0>", eos_token="<1>", unk_token="<2>"
+    ).save_pretrained(folder)
     config = Qwen3Config(
         vocab_size=VOCABULARY,
         hidden_size=hidden,
@@ -76,7 +82,6 @@ def write_model(folder: Path, *, layers: int, hidden: int, head_dim: int) -> Pat
             parameter.mul_(1 + 0.1 * torch.randn_like(parameter))
         model.lm_head.weight.mul_(2)
     model.bfloat16().save_pretrained(folder)
-    (folder / "tokenizer_config.json").write_text("{}")
     return folder
 
 
