@@ -101,7 +101,7 @@ class EngineActor:
         assert self._spec.mirror is not None
         if self._mirror is None:
             folder = str(Path(self._spec.mirror.folder) / f"engine-{self._rank}")
-            self._mirror = MirrorServer(replace(self._spec.mirror, folder=folder))
+            self._mirror = MirrorServer(replace(self._spec.mirror, folder=folder), self._host)
             self._mirror.start()
         return self._mirror.url
 
