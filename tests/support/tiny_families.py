@@ -84,13 +84,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def build(family: str, folder: Path, dtype: str = "float32", layers: int = 2) -> Any:
+def build(family: str, folder: Path, dtype: str = "float32", layers: int | None = None) -> Any:
     """Write a model with random weights, none of them at its usual 0 or 1; returns it."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     fields = {k: v for k, v in {**BASE, **FAMILIES[family]}.items() if v is not None}
-    fields["num_hidden_layers"] = layers
+    if layers is not None:
+        fields["num_hidden_layers"] = layers
     torch.manual_seed(7)
     config = AutoConfig.for_model(family, **fields, attn_implementation="eager")
     model = AutoModelForCausalLM.from_config(config)

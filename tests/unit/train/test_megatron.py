@@ -17,6 +17,7 @@ from rlcore.errors import ConfigError, Corrupt, TrainError  # noqa: E402
 from rlcore.models.hf_config import read_hf_config  # noqa: E402
 from rlcore.train.fsdp.trainer import FsdpTrainer  # noqa: E402
 from rlcore.train.megatron.model import Layout, transformer_config  # noqa: E402
+from rlcore.train.megatron.settings import check_layout  # noqa: E402
 from rlcore.train.megatron.trainer import MegatronTrainer  # noqa: E402
 from rlcore.train.trainer import Lora  # noqa: E402
 
@@ -175,8 +176,10 @@ def test_settings_are_checked_by_name(
 )
 def test_a_layout_that_the_model_cannot_have(layout: Layout, words: str, tmp_path: Path) -> None:
     tiny_families.build("qwen3_moe", tmp_path)
+    arch = read_hf_config(tmp_path)
     with pytest.raises(ConfigError, match=words):
-        transformer_config(read_hf_config(tmp_path), layout, "float32", {})
+        check_layout(arch, layout)
+        transformer_config(arch, layout, "float32", {})
 
 
 def test_what_is_not_there_is_said(process_group: None, toy: Any, tmp_path: Path) -> None:
