@@ -138,7 +138,6 @@ def transformer_config(
 ) -> TransformerConfig:
     """megatron-core's configuration of an architecture."""
     _check(arch)
-    _check_layout(arch, layout)
     values: dict[str, Any] = {
         "num_layers": arch.num_hidden_layers,
         "hidden_size": arch.hidden_size,
@@ -205,29 +204,6 @@ def _check(arch: Architecture) -> None:
         raise ConfigError(
             f"megatron-core computes no {scaling.rope_type!r} scaling of rotary positions like "
             "this model's; use train.backend = 'fsdp'"
-        )
-
-
-def check_trains(arch: Architecture, layout: Layout) -> None:
-    """The layout is one that megatron-core trains in, and not only computes in.
-
-    Raises:
-        ConfigError: it is not.
-    """
-    if arch.num_experts and layout.tensor_parallel > 1 and not layout.sequence_parallel:
-        raise ConfigError(
-            f"megatron.tensor_model_parallel_size = {layout.tensor_parallel} with experts needs "
-            "megatron.sequence_parallel = true"
-        )
-
-
-def _check_layout(arch: Architecture, layout: Layout) -> None:
-    tensor, context = layout.tensor_parallel, layout.context_parallel
-    heads, groups = arch.num_attention_heads // tensor, arch.num_key_value_heads // tensor
-    if context > 1 and (heads % context or (groups % context and context % max(groups, 1))):
-        raise ConfigError(
-            f"megatron.context_parallel_size = {context} must divide the {heads} heads of a "
-            f"tensor-parallel rank, and divide or be a multiple of its {groups} heads of keys"
         )
 
 

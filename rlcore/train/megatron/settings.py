@@ -15,6 +15,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from rlcore.config.tree import Scalar, TrainConfig
 from rlcore.errors import ConfigError
+from rlcore.models.architecture import Architecture
 from rlcore.train.megatron.model import Layout
 
 OF_LAYOUT = {
@@ -123,3 +124,23 @@ class Settings:
         more = {k: v for k, v in table.items() if k not in OF_LAYOUT and k != OPTIMIZER}
         recompute = RECOMPUTE if train.gradient_checkpointing else {}
         return cls(Layout(**layout), bool(table.get(OPTIMIZER, True)), {**recompute, **more})
+
+
+def check_layout(arch: Architecture, layout: Layout) -> None:
+    """Whether a model can be trained so.
+
+    Raises:
+        ConfigError: naming the settings that do not go together.
+    """
+    tensor, context = layout.tensor_parallel, layout.context_parallel
+    if arch.num_experts and tensor > 1 and not layout.sequence_parallel:
+        raise ConfigError(
+            f"megatron.tensor_model_parallel_size = {tensor} with experts needs "
+            "megatron.sequence_parallel = true"
+        )
+    heads, groups = arch.num_attention_heads // tensor, arch.num_key_value_heads // tensor
+    if context > 1 and (heads % context or (groups % context and context % max(groups, 1))):
+        raise ConfigError(
+            f"megatron.context_parallel_size = {context} must divide the {heads} heads of a "
+            f"tensor-parallel rank, and divide or be a multiple of its {groups} heads of keys"
+        )

@@ -37,10 +37,10 @@ from rlcore.train.loop import BatchLoop, LoopSettings
 from rlcore.train.megatron import parallel, state
 from rlcore.train.megatron.cpu import without_cuda
 from rlcore.train.megatron.held import Held, held_by
-from rlcore.train.megatron.model import build_model, check_trains
+from rlcore.train.megatron.model import build_model
 from rlcore.train.megatron.network import PolicyNetwork
 from rlcore.train.megatron.optimizer import DistributedAdamW
-from rlcore.train.megatron.settings import Settings
+from rlcore.train.megatron.settings import Settings, check_layout
 from rlcore.train.megatron.weights import load_weights, own_share, united
 from rlcore.train.rates import learning_rate
 from rlcore.train.trainer import (
@@ -160,7 +160,7 @@ class MegatronTrainer:
             )
         arch = read_hf_config(folder)
         layout = self._settings.layout
-        check_trains(arch, layout)
+        check_layout(arch, layout)
         weights = Weights(arch, HfFolder(folder))
         runs = range(layout.virtual_pipeline) if layout.virtual_pipeline else (None,)
         with without_cuda():

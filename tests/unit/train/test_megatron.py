@@ -16,7 +16,8 @@ from rlcore.config.tree import AlgorithmConfig, TrainConfig  # noqa: E402
 from rlcore.errors import ConfigError, Corrupt, TrainError  # noqa: E402
 from rlcore.models.hf_config import read_hf_config  # noqa: E402
 from rlcore.train.fsdp.trainer import FsdpTrainer  # noqa: E402
-from rlcore.train.megatron.model import Layout, check_trains, transformer_config  # noqa: E402
+from rlcore.train.megatron.model import Layout, transformer_config  # noqa: E402
+from rlcore.train.megatron.settings import check_layout  # noqa: E402
 from rlcore.train.megatron.trainer import MegatronTrainer  # noqa: E402
 from rlcore.train.trainer import Lora  # noqa: E402
 
@@ -177,7 +178,7 @@ def test_a_layout_that_the_model_cannot_have(layout: Layout, words: str, tmp_pat
     tiny_families.build("qwen3_moe", tmp_path)
     arch = read_hf_config(tmp_path)
     with pytest.raises(ConfigError, match=words):
-        check_trains(arch, layout)
+        check_layout(arch, layout)
         transformer_config(arch, layout, "float32", {})
 
 
