@@ -38,7 +38,7 @@ def test_a_colocated_run_ends_as_one_that_shares_nothing_and_survives_a_kill(
 ) -> None:
     """It is killed between release and resume; evaluations and checkpoints come in between."""
     config = with_hook(tmp_path, iterations=4)
-    sluice("train", str(config), "--run-id", "apart")
+    sluice("train", str(config), "--run-id", "apart", timeout=500)
     apart = sluice.json("show", "apart")
 
     shared = ["--set", "cluster.colocate=true"]
@@ -46,7 +46,7 @@ def test_a_colocated_run_ends_as_one_that_shares_nothing_and_survives_a_kill(
     wait_for((tmp_path / "marker").exists, seconds=500)
     kill_tree(process.pid)
     process.wait(10)
-    sluice("resume", "killed")
+    sluice("resume", "killed", timeout=500)
     killed = sluice.json("show", "killed")
     assert killed["state_sha256"] == apart["state_sha256"]
     assert [m["reward"] for m in killed["metrics"]] == [m["reward"] for m in apart["metrics"]]
