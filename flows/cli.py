@@ -299,8 +299,9 @@ def plan(
 ) -> int:
     """Count memory, traffic and time of a run's training, before anything starts.
 
-    Any of the options of parallelism, or of Megatron's optimizer and recomputation, plans a layout
-    of Megatron in place of FSDP2.
+    A run with train.backend = "megatron" is planned in its own layout. Any of the options of
+    parallelism, or of Megatron's optimizer and recomputation, goes over it, and plans a layout of
+    Megatron for a run of FSDP2 too.
     """
     from flows.commands.plan import plan as count
     from rlcore.config import load_config

@@ -35,7 +35,8 @@ def plan(
     Args:
         config: a run's.
         gpu: a name of `GPUS`.
-        megatron: the layout by Megatron's names; FSDP2's where none has a value.
+        megatron: the layout by Megatron's names, over that of the run; FSDP2's where neither has
+            a value and the run's backend is FSDP2.
         as_json: all figures as JSON.
 
     Returns:
@@ -47,8 +48,7 @@ def plan(
     """
     if gpu not in GPUS:
         raise ConfigError(f"--gpu {gpu}: there are {', '.join(GPUS)}")
-    given = {name: value for name, value in (megatron or {}).items() if value is not None}
-    layout = MegatronLayout.of(given) if given else None
+    layout = _layout(config, megatron or {})
     arch, work = architecture_of(config), work_of(config, layout or WHOLE)
     found = _counted(arch, work, layout, GPUS[gpu])
     enough = found.fits or enough_ranks(arch, work, GPUS[gpu], layout)
@@ -67,6 +67,15 @@ def plan(
     else:
         _show(found, work, gpu, layout, None if found.fits else enough)
     return DONE if found.fits else FAILED
+
+
+def _layout(config: RunConfig, megatron: Mapping[str, object]) -> MegatronLayout | None:
+    """Megatron's layout, where it is asked for by the run or beside it."""
+    given = {name: value for name, value in megatron.items() if value is not None}
+    if config.train.backend != "megatron":
+        return MegatronLayout.of(given) if given else None
+    whole = {"recompute_granularity": "full"} if config.train.gradient_checkpointing else {}
+    return MegatronLayout.of(whole | config.megatron | given)
 
 
 def architecture_of(config: RunConfig) -> Architecture:

@@ -194,6 +194,14 @@ class DistributedAdamW:
         piece = self._by_name[name]
         self._held(kind, piece).copy_(piece.own(whole))
 
+    def gradients(self) -> Iterator[Tensor]:
+        """Where those of a step add up."""
+        return (piece.gradient for piece in self._pieces)
+
+    def tensors(self, kind: Kind) -> Iterator[Tensor]:
+        """This rank's share of the master weights, or of a moment."""
+        return (self._held(kind, piece) for piece in self._pieces)
+
     def _held(self, kind: Kind, piece: Piece) -> Tensor:
         held: Tensor = piece.master if kind == "model" else self._adamw.state[piece.master][kind]
         return held

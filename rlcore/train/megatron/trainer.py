@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import resource
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,9 +40,10 @@ from rlcore.train.megatron.cpu import without_cuda
 from rlcore.train.megatron.held import Held, held_by
 from rlcore.train.megatron.model import build_model
 from rlcore.train.megatron.network import PolicyNetwork
-from rlcore.train.megatron.optimizer import DistributedAdamW
+from rlcore.train.megatron.optimizer import MOMENTS, DistributedAdamW
 from rlcore.train.megatron.settings import Settings, check_layout
 from rlcore.train.megatron.weights import load_weights, own_share, united
+from rlcore.train.offload import Offload, give_back_cache
 from rlcore.train.rates import learning_rate
 from rlcore.train.trainer import (
     DType,
@@ -51,7 +53,7 @@ from rlcore.train.trainer import (
     TrainReport,
     check_can_train,
 )
-from rlcore.weights.export import write_hf_folder
+from rlcore.weights.export import Adapter, write_hf_folder
 from rlcore.weights.megatron import Rule, rules
 
 TORCH_DTYPES: dict[DType, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -100,6 +102,7 @@ class MegatronTrainer:
         self._held_tensors: list[Held] = []
         self._homes: dict[int | None, int] = {}
         self._writer = ShardWriter()
+        self._offload = Offload(self._device)
 
     # --- state ------------------------------------------------------------------------------------
 
@@ -108,6 +111,7 @@ class MegatronTrainer:
         from a Hugging Face folder.
         """
         self.loaded, self.dirty = None, True
+        self._offload.take_back(weights_only=False)
         self._policy = self._optimizer = None
         self._policy = self._build(model_folder)
         if self._algorithm.needs_reference and self._reference is None:
@@ -189,9 +193,10 @@ class MegatronTrainer:
             )
         return teacher
 
-    def _held(self) -> tuple[PolicyNetwork, DistributedAdamW]:
+    def _held(self, *, weights_only: bool = False) -> tuple[PolicyNetwork, DistributedAdamW]:
         if self._policy is None or self._optimizer is None:
             raise TrainError("the trainer holds no model yet; call load first")
+        self._offload.check(weights_only=weights_only)
         return self._policy, self._optimizer
 
     def _parts(self) -> list[state.Part]:
@@ -238,7 +243,7 @@ class MegatronTrainer:
     @torch.no_grad()
     def log_probs(self, sequences: list[list[int]]) -> list[list[float]]:
         """Log-probs of tokens[1:] at temperature 1, in the precision that training computes in."""
-        policy, _ = self._held()
+        policy, _ = self._held(weights_only=True)
         parts = list(self._cut(sequences))
         micros = []
         for part in parts:
@@ -271,7 +276,7 @@ class MegatronTrainer:
         """Every weight once, whole, on a device, by its name in published folders; a tied one under
         the embedding's.
         """
-        policy, _ = self._held()
+        policy, _ = self._held(weights_only=True)
         own = {id(held.rule): held for held in self._held_tensors}
         by_name = {held.rule.megatron: held for held in own.values() if not held.repeated}
         for rule in rules(policy.arch):
@@ -283,7 +288,7 @@ class MegatronTrainer:
         self, rule: Rule, held: Held | None, dtype: torch.dtype
     ) -> Iterator[tuple[str, Tensor]]:
         """Hugging Face's tensors of a rule, on every rank: from those that hold them."""
-        policy, optimizer = self._held()
+        policy, optimizer = self._held(weights_only=True)
         stages, experts = parallel.stages(), parallel.expert_ranks()
         if held is None:
             found = [
@@ -311,7 +316,7 @@ class MegatronTrainer:
 
     def export_hf(self, folder: Path, dtype: DType) -> None:
         """Write config, tokenizer and weights; see `write_hf_folder`."""
-        self._held()
+        self._held(weights_only=True)
         if self._folder is None or self.dirty:
             raise TrainError(
                 "the trainer stopped in the middle of a batch, so its weights are no model to "
@@ -324,6 +329,26 @@ class MegatronTrainer:
             for _ in tensors:
                 pass
 
+    def adapter(self) -> Adapter:
+        """There is none: adapters are refused."""
+        raise TrainError("the Megatron backend trains no adapters; use train.backend = 'fsdp'")
+
+    def offload(self) -> None:
+        """Gradients, which no state holds, are dropped."""
+        if self._policy is None or self._optimizer is None:
+            return
+        self._optimizer.drop_gradients()
+        # Exports in float32 are of the master weights.
+        weights = chain(_weights_of(self._policy), self._optimizer.tensors("model"))
+        moments = (moment for kind in MOMENTS for moment in self._optimizer.tensors(kind))
+        frozen = chain(_weights_of(self._reference), _weights_of(self._teacher))
+        self._offload.put_away(weights, chain(moments, self._optimizer.gradients(), frozen))
+        give_back_cache(self._device)
+
+    def onload(self, *, weights_only: bool = False) -> None:
+        """Everything comes back where it was."""
+        self._offload.take_back(weights_only=weights_only)
+
     def memory(self) -> dict[str, float]:
         """Peak resident memory of the process, and on a GPU what torch holds and held at most."""
         held = {"host_peak_bytes": float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)}
@@ -331,6 +356,12 @@ class MegatronTrainer:
             held["device_bytes"] = float(torch.cuda.memory_allocated(self._device))
             held["device_peak_bytes"] = float(torch.cuda.max_memory_allocated(self._device))
         return held
+
+
+def _weights_of(network: PolicyNetwork | None) -> Iterator[Tensor]:
+    """This rank's weights of a network, where there is one."""
+    for chunk in network.chunks if network is not None else ():
+        yield from chunk.parameters()
 
 
 def _homes(held: list[Held]) -> dict[int | None, int]:

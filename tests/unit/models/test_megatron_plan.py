@@ -153,3 +153,11 @@ def test_a_run_is_planned_in_a_layout(capsys: pytest.CaptureFixture[str]) -> Non
     assert plan(run, "h200", {"tensor_model_parallel_size": 1}, as_json=False) == 1
     said = " ".join(capsys.readouterr().out.split())
     assert "does not fit" in said and "more tensor, pipeline or expert parallel ranks" in said
+    own = run.model_copy(
+        update={
+            "train": run.train.model_copy(update={"backend": "megatron"}),
+            "megatron": {"expert_model_parallel_size": 8, "recompute_granularity": "full"},
+        }
+    )
+    assert plan(own, "h200", as_json=False) == 0
+    assert "Megatron, expert 8" in " ".join(capsys.readouterr().out.split())

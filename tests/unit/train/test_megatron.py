@@ -129,6 +129,31 @@ def test_a_reference_and_several_steps(toy: Any, make: Make) -> None:
         assert reports[1][name] == pytest.approx(reports[0][name], rel=1e-3), name
 
 
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_memory_goes_to_the_host_and_comes_back(precision: str, toy: Any, make: Make) -> None:
+    batches = [batch_of(toy), toy.shares(toy.random_sequences(5, seed=3), 1)[0]]
+    kl = AlgorithmConfig(use_kl_loss=True, kl_loss_coef=0.1)
+    plain, moved = (make(algorithm=kl, precision=precision) for _ in range(2))
+    for trainer in (plain, moved):
+        trainer.train("start", "one", batches[0])
+    digest, ids = moved.digest(), [[5, 9, 2, 7]]
+    log_probs = moved.log_probs(ids)
+    moved.offload()
+    weights = [p for chunk in moved._policy.chunks for p in chunk.parameters()]
+    assert {p.untyped_storage().nbytes() for p in weights} == {0}
+    with pytest.raises(TrainError, match="onload"):
+        moved.log_probs(ids)
+    moved.onload(weights_only=True)
+    assert moved.log_probs(ids) == log_probs
+    with pytest.raises(TrainError, match="onload"):
+        moved.train("one", "two", batches[1])
+    moved.onload()
+    assert moved.digest() == digest
+    for trainer in (plain, moved):
+        trainer.train("one", "two", batches[1])
+    assert moved.digest() == plain.digest()
+
+
 def test_nothing_is_applied_of_a_step_that_is_not_finite(toy: Any, make: Make) -> None:
     trainer = make()
     before = trainer.digest()
