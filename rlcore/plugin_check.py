@@ -73,7 +73,8 @@ def kind_of(spec: str) -> Kind:
     fitting = [
         kind
         for kind, wanted in PARAMETERS.items()
-        if (kind == "data_source") == isinstance(function, type)
+        # One that takes args alone may be meant for anything.
+        if kind != "megatron_init" and (kind == "data_source") == isinstance(function, type)
         if (set(wanted[1:]) <= set(names) if kind in BY_NAME else names[: len(wanted)] == wanted)
     ]
     # What begins as another does is the longer one: generate takes all that a reward takes.

@@ -42,6 +42,9 @@ Kind = Literal[
     "pg_loss_reducer",
     "loss",
     "post_write",
+    "megatron_init",
+    "before_log_prob",
+    "before_train_step",
 ]
 
 PARAMETERS: dict[Kind, tuple[str, ...]] = {
@@ -72,6 +75,16 @@ PARAMETERS: dict[Kind, tuple[str, ...]] = {
     "pg_loss_reducer": ("total_lengths", "response_lengths", "masks", "per_token"),
     "loss": ("args", "batch", "logits", "sum_of_sample_mean"),
     "post_write": ("args", "version_dir", "rollout_engines"),
+    "megatron_init": ("args",),
+    "before_log_prob": ("args", "model", "store_prefix"),
+    "before_train_step": (
+        "args",
+        "rollout_id",
+        "step_id",
+        "model",
+        "optimizer",
+        "opt_param_scheduler",
+    ),
 }
 
 BY_NAME: frozenset[Kind] = frozenset({"tis"})
@@ -90,6 +103,13 @@ TRAINING: dict[str, Kind] = {
 }
 """Settings of `algorithm` that name a function of the trainer, and its kind."""
 
+MEGATRON: dict[str, Kind] = {
+    "custom_megatron_init_path": "megatron_init",
+    "custom_megatron_before_log_prob_hook_path": "before_log_prob",
+    "custom_megatron_before_train_step_hook_path": "before_train_step",
+}
+"""Settings of `train` that name a function of the Megatron backend, and its kind."""
+
 PLAIN: frozenset[Kind] = frozenset(
     {
         "filter",
@@ -99,6 +119,7 @@ PLAIN: frozenset[Kind] = frozenset(
         "all_samples",
         "post_write",
         *TRAINING.values(),
+        *MEGATRON.values(),
     }
 )
 """Kinds that are never async."""

@@ -29,7 +29,7 @@ from rlcore.images.text_alone import check_text_alone
 from rlcore.models.presets import check_preset
 from rlcore.observe.trackers import check_trackers
 from rlcore.opening import check_same, open_store
-from rlcore.plugins import TRAINING, Kind, check_signature, load_checked, load_function
+from rlcore.plugins import MEGATRON, TRAINING, Kind, check_signature, load_checked, load_function
 from rlcore.rollout import rewards
 from rlcore.rollout.filters.rules import BUILT_IN
 from rlcore.rollout.hooks import Hooks
@@ -210,6 +210,9 @@ def check_plugins(config: RunConfig) -> None:
     for name, kind in TRAINING.items() if config.trains else ():
         if (path := getattr(config.algorithm, name)) is not None:
             load_checked(path, f"algorithm.{name}", kind)
+    for name, kind in MEGATRON.items() if config.trains else ():
+        if (path := getattr(config.train, name)) is not None:
+            load_checked(path, f"train.{name}", kind)
     if (path := config.weights.custom_update_weight_post_write_path) is not None:
         load_checked(path, "weights.custom_update_weight_post_write_path", "post_write")
     chosen = config.filter.dynamic_sampling_filter_path

@@ -120,6 +120,12 @@ class TrainConfig(Section):
     """On a GPU, fuse the work between matrix products; takes about a minute at the start."""
     optimizer_cpu_offload: bool = False
     """Keep AdamW's moments in the CPU's memory, and take its steps there."""
+    custom_megatron_init_path: FunctionPath | None = None
+    """With `megatron`: a function `(args)`, called when a rank's model is laid out."""
+    custom_megatron_before_log_prob_hook_path: FunctionPath | None = None
+    """With `megatron`: `(args, model, store_prefix)`, called before log-probs of a batch."""
+    custom_megatron_before_train_step_hook_path: FunctionPath | None = None
+    """With `megatron`: `(args, rollout_id, step_id, model, optimizer, opt_param_scheduler)`."""
     use_routing_replay: bool = False
     """Train each token through the experts that were chosen when its old log-prob was computed."""
     deterministic: bool = False
@@ -465,6 +471,13 @@ class RunConfig(Section):
             raise ValueError(
                 f"megatron.{next(iter(self.megatron))} is set but train.backend = "
                 f"{self.train.backend!r}; set train.backend = 'megatron' or remove it"
+            )
+        hooks = {name: value for name, value in self.train if name.startswith("custom_megatron_")}
+        hook = next((name for name, value in hooks.items() if value is not None), None)
+        if self.train.backend != "megatron" and hook is not None:
+            raise ValueError(
+                f"train.{hook} is set but train.backend = {self.train.backend!r}; set "
+                "train.backend = 'megatron' or remove it"
             )
         if self.train.backend == "megatron" and self.train.context_parallel_size > 1:
             raise ValueError(

@@ -38,6 +38,7 @@ from rlcore.train.loop import BatchLoop, LoopSettings
 from rlcore.train.megatron import parallel, state
 from rlcore.train.megatron.cpu import without_cuda
 from rlcore.train.megatron.held import Held, held_by
+from rlcore.train.megatron.hooks import Hooked, HookedTraining, Hooks
 from rlcore.train.megatron.model import build_model
 from rlcore.train.megatron.network import PolicyNetwork
 from rlcore.train.megatron.optimizer import MOMENTS, DistributedAdamW
@@ -92,6 +93,7 @@ class MegatronTrainer:
         self._device = current_device(device)
         self._settings = Settings.of(megatron or {}, train)
         _check(algorithm, train, lora)
+        self._hooks = Hooks(train, megatron or {})
         parallel.set_up(self._settings.layout)
         self.ranks = parallel.data_ranks()
         self._folder: Path | None = None
@@ -131,6 +133,7 @@ class MegatronTrainer:
         self._homes = _homes(self._held_tensors)
         self._writer = ShardWriter()
         self._folder = model_folder
+        self._hooks.call("custom_megatron_init_path")
         torch.manual_seed(self._seed)
         self.loaded, self.dirty = state_id, False
 
@@ -231,12 +234,13 @@ class MegatronTrainer:
             lr=lambda step: learning_rate(step, total, self._train),
             device=self._device,
         )
+        hooks, reference, teacher = self._hooks, self._reference, self._teacher
         models = Models(
-            policy,
+            HookedTraining(policy, hooks, optimizer, batch.iteration),
             optimizer,
             self.ranks,
-            reference=self._reference,
-            teacher=self._teacher,
+            reference=None if reference is None else Hooked(reference, hooks, "ref_"),
+            teacher=None if teacher is None else Hooked(teacher, hooks, "teacher_"),
         )
         return BatchLoop(models, settings, batch, Functions(self._algorithm, self._temperature))
 

@@ -13,8 +13,9 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
 from rlcore.config.tree import AlgorithmConfig, TrainConfig  # noqa: E402
-from rlcore.errors import ConfigError, Corrupt, TrainError  # noqa: E402
+from rlcore.errors import ConfigError, Corrupt, PluginError, TrainError  # noqa: E402
 from rlcore.models.hf_config import read_hf_config  # noqa: E402
+from rlcore.plugins import load_function  # noqa: E402
 from rlcore.train.fsdp.trainer import FsdpTrainer  # noqa: E402
 from rlcore.train.megatron.model import Layout, transformer_config  # noqa: E402
 from rlcore.train.megatron.settings import check_layout  # noqa: E402
@@ -152,6 +153,29 @@ def test_memory_goes_to_the_host_and_comes_back(precision: str, toy: Any, make: 
     for trainer in (plain, moved):
         trainer.train("one", "two", batches[1])
     assert moved.digest() == plain.digest()
+
+
+def test_hooks_are_called_with_what_slime_gives_them(toy: Any, make: Make, tmp_path: Path) -> None:
+    (tmp_path / "hooks.py").write_text(
+        "SEEN = []\n"
+        "def init(args):\n    SEEN.append(('init', args.lr))\n"
+        "def scores(args, model, store_prefix):\n    SEEN.append((store_prefix, len(model)))\n"
+        "def step(args, rollout_id, step_id, model, optimizer, opt_param_scheduler):\n"
+        "    if rollout_id == 7:\n        raise RuntimeError('not this one')\n"
+        "    SEEN.append((rollout_id, step_id, optimizer.steps))\n"
+    )
+    names = {"init": "init", "before_log_prob_hook": "scores", "before_train_step_hook": "step"}
+    hooks = {f"custom_megatron_{k}_path": f"{tmp_path}/hooks.py:{v}" for k, v in names.items()}
+    kl = AlgorithmConfig(use_kl_loss=True, kl_loss_coef=0.1)
+    trainer, plain = make(algorithm=kl, **hooks), make(algorithm=kl)
+    batch = batch_of(toy, num_steps=2)
+    got, want = (one.train("start", "next", batch).metrics for one in (trainer, plain))
+    seen = load_function(f"{tmp_path}/hooks.py:init", "a test").__globals__["SEEN"]
+    assert seen == [("init", 1e-2), ("", 1), ("ref_", 1), (0, 0, 0), (0, 1, 1)]
+    assert got["grad_norm"] == want["grad_norm"]
+    with pytest.raises(PluginError, match=r"before_train_step_hook_path raised RuntimeError: not"):
+        trainer.train("next", "later", replace(batch, iteration=7))
+    assert (trainer.loaded, trainer.dirty) == ("next", False)
 
 
 def test_nothing_is_applied_of_a_step_that_is_not_finite(toy: Any, make: Make) -> None:
