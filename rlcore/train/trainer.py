@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from rlcore.algorithms.aggregate import Totals
-from rlcore.errors import TrainError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -176,21 +175,3 @@ class Trainer(Protocol):
         """Put back on the device what `offload` took: all, or what `log_probs`, `named_tensors` and
         `export_hf` need. Twice is once, and all may follow weights.
         """
-
-
-def check_can_train(trainer: Trainer, prev_state_id: str) -> None:
-    """The rule of exactly once.
-
-    Raises:
-        TrainError: the trainer does not hold `prev_state_id`, untouched; load that state first.
-    """
-    if trainer.loaded != prev_state_id:
-        raise TrainError(
-            f"the trainer holds state {trainer.loaded!r}, not {prev_state_id!r}; load that one "
-            "first"
-        )
-    if trainer.dirty:
-        raise TrainError(
-            f"the trainer stopped in the middle of a batch; load state {prev_state_id!r} again "
-            "first"
-        )

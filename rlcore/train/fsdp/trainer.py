@@ -6,7 +6,6 @@ all ranks.
 
 from __future__ import annotations
 
-import resource
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -18,10 +17,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from rlcore.algorithms.aggregate import Totals
 from rlcore.algorithms.packing import TrainSequence, pack
 from rlcore.config.tree import AlgorithmConfig, TrainConfig
-from rlcore.errors import ConfigError, PluginError, TrainError
+from rlcore.errors import ConfigError, TrainError
 from rlcore.images.model import blocks
 from rlcore.images.processor import ImageProcessor, takes_images
 from rlcore.train.backend import Critic, Models
+from rlcore.train.base import BaseTrainer
 from rlcore.train.custom import Functions
 from rlcore.train.fsdp import state
 from rlcore.train.fsdp.context import Context
@@ -39,8 +39,8 @@ from rlcore.train.fsdp.optimizer import ShardedAdamW
 from rlcore.train.fsdp.passes import CriticPasses, Passes, Scorer
 from rlcore.train.fsdp.shards import ShardWriter
 from rlcore.train.loop import BatchLoop, LoopSettings
-from rlcore.train.offload import Offload, give_back_cache
-from rlcore.train.out_of_memory import bytes_of_all, out_of_memory
+from rlcore.train.offload import give_back_cache
+from rlcore.train.out_of_memory import bytes_of_all
 from rlcore.train.ranks import Ranks
 from rlcore.train.rates import learning_rate
 from rlcore.train.trainer import (
@@ -48,8 +48,6 @@ from rlcore.train.trainer import (
     Lora,
     StateDigest,
     TrainBatch,
-    TrainReport,
-    check_can_train,
 )
 from rlcore.weights.experts import by_expert
 from rlcore.weights.export import Adapter, write_hf_folder
@@ -60,7 +58,7 @@ COMPILED_LENGTH = 256
 TORCH_DTYPES: dict[DType, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-class FsdpTrainer:
+class FsdpTrainer(BaseTrainer):
     """See the protocol for what each method does."""
 
     def __init__(
@@ -85,17 +83,12 @@ class FsdpTrainer:
             lora: adapters in place of the weights.
             as_sglang: compute what SGLang does, operation by operation.
         """
-        self.loaded: str | None = None
-        self.dirty = False
-        self.ranks = Ranks()
-        self._train = train
-        self._algorithm = algorithm
+        super().__init__(train, algorithm, current_device(device))
         self._temperature = temperature
         self._seed = seed
         self._trust_remote_code = trust_remote_code
         self._lora = lora
         self._as_sglang = as_sglang
-        self._device = current_device(device)
         self._mesh = init_device_mesh(device, (dist.get_world_size(),))
         self._context: Context | None = None
         self.ranks = Ranks()
@@ -115,7 +108,6 @@ class FsdpTrainer:
         self._optimizer: ShardedAdamW | None = None
         self._critic: TrainedCritic | None = None
         self._writer = ShardWriter()
-        self._offload = Offload(self._device)
 
     # --- state ------------------------------------------------------------------------------------
 
@@ -308,27 +300,6 @@ class FsdpTrainer:
 
     # --- training ---------------------------------------------------------------------------------
 
-    def train(self, prev_state_id: str, new_state_id: str, batch: TrainBatch) -> TrainReport:
-        """All optimizer steps of one batch; see `BatchLoop.run`."""
-        check_can_train(self, prev_state_id)
-        _, optimizer = self._held()
-        loop = self._loop(self._algorithm, batch)
-        self.dirty = True
-        try:
-            metrics = loop.run()
-        except (TrainError, PluginError):
-            self.dirty = loop.stepped
-            raise
-        except torch.OutOfMemoryError as error:
-            # FSDP may have stopped amid a pass, of which nothing is to be used: dirty it stays.
-            what = f"iteration {batch.iteration}"
-            raise out_of_memory(error, self._sizes(), self._device, self._train, what) from None
-        self._follow(batch.iteration)
-        self.loaded, self.dirty = new_state_id, False
-        counts = {"tokens": float(batch.tokens), "samples": float(batch.samples)}
-        metrics = batch.metrics | metrics | counts
-        return TrainReport(batch.iteration, new_state_id, optimizer.steps, metrics)
-
     def measure(
         self, batch: TrainBatch, algorithm: AlgorithmConfig
     ) -> tuple[dict[str, float], list[Tensor]]:
@@ -372,30 +343,11 @@ class FsdpTrainer:
         # Before anything is begun: a function that cannot be loaded leaves all as it is.
         return BatchLoop(models, settings, batch, Functions(algorithm, self._temperature))
 
-    @torch.no_grad()
-    def log_probs(self, sequences: list[list[int]]) -> list[list[float]]:
-        """Log-probs of tokens[1:] at temperature 1, in the precision that training computes in."""
-        policy, _ = self._held(weights_only=True)
-        out: list[list[float]] = []
-        for part in self._cut(sequences):
-            untrained = [TrainSequence(ids, len(ids) - 1, trainable=False) for ids in part]
-            packed = pack(untrained, Totals(0, 0), "token_mean").inputs().to(self._device)
-            rows = torch.arange(len(packed.input_ids), device=self._device)
-            values = policy.score(packed, rows, 1.0)[0].cpu().split(packed.lengths)
-            # A lone token was passed through all the same, and predicts nothing.
-            out.extend(v[: len(ids) - 1].tolist() for ids, v in zip(part, values, strict=True))
-        return out
+    def _stepped(self) -> ShardedAdamW:
+        return self._held()[1]
 
-    def _cut(self, sequences: list[list[int]]) -> Iterator[list[list[int]]]:
-        """Runs of sequences that fit into a micro-batch, or a single longer one."""
-        part: list[list[int]] = []
-        for ids in sequences:
-            if part and sum(map(len, part)) + len(ids) > self._train.max_tokens:
-                yield part
-                part = []
-            part.append(ids)
-        if part:
-            yield part
+    def _scores(self) -> Scorer:
+        return Scorer(self._held(weights_only=True)[0])
 
     # --- weights ----------------------------------------------------------------------------------
 
@@ -451,10 +403,6 @@ class FsdpTrainer:
         self._offload.put_away(self._policy.parameters(), self._beside_weights())
         give_back_cache(self._device)
 
-    def onload(self, *, weights_only: bool = False) -> None:
-        """Everything comes back where it was."""
-        self._offload.take_back(weights_only=weights_only)
-
     def _beside_weights(self) -> Iterator[Tensor]:
         """All large tensors but the policy's weights."""
         critic = self._critic
@@ -479,11 +427,3 @@ class FsdpTrainer:
             "frozen models": (p for model in frozen if model for p in model.parameters()),
         }
         return {name: bytes_of_all(found, self._device) for name, found in tensors.items()}
-
-    def memory(self) -> dict[str, float]:
-        """Peak resident memory of the process, and on a GPU what torch holds and held at most."""
-        held = {"host_peak_bytes": float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)}
-        if self._device.type == "cuda":
-            held["device_bytes"] = float(torch.cuda.memory_allocated(self._device))
-            held["device_peak_bytes"] = float(torch.cuda.max_memory_allocated(self._device))
-        return held

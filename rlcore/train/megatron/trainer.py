@@ -10,8 +10,7 @@ all ranks.
 from __future__ import annotations
 
 import json
-import resource
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,16 +20,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlcore.algorithms.aggregate import Totals
 from rlcore.algorithms.flops import ModelShape
-from rlcore.algorithms.packing import TrainSequence, pack
 from rlcore.config.tree import AlgorithmConfig, Scalar, TrainConfig
 from rlcore.conversion.sources import HfFolder, Weights
-from rlcore.errors import ConfigError, PluginError, TrainError
+from rlcore.errors import ConfigError, TrainError
 from rlcore.images.processor import ImageProcessor
 from rlcore.models.hf_config import read_hf_config
 from rlcore.train.backend import Models
-from rlcore.train.credit import MicroBatch
+from rlcore.train.base import BaseTrainer
 from rlcore.train.custom import Functions
 from rlcore.train.fsdp.model import current_device
 from rlcore.train.fsdp.shards import ShardWriter
@@ -44,15 +41,14 @@ from rlcore.train.megatron.network import PolicyNetwork
 from rlcore.train.megatron.optimizer import MOMENTS, DistributedAdamW
 from rlcore.train.megatron.settings import Settings, check_layout
 from rlcore.train.megatron.weights import load_weights, own_share, united
-from rlcore.train.offload import Offload, give_back_cache
+from rlcore.train.offload import give_back_cache
+from rlcore.train.out_of_memory import bytes_of_all
 from rlcore.train.rates import learning_rate
 from rlcore.train.trainer import (
     DType,
     Lora,
     StateDigest,
     TrainBatch,
-    TrainReport,
-    check_can_train,
 )
 from rlcore.weights.export import Adapter, write_hf_folder
 from rlcore.weights.megatron import Rule, rules
@@ -60,7 +56,7 @@ from rlcore.weights.megatron import Rule, rules
 TORCH_DTYPES: dict[DType, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-class MegatronTrainer:
+class MegatronTrainer(BaseTrainer):
     """See the protocol for what each method does."""
 
     images: ImageProcessor | None = None
@@ -84,13 +80,9 @@ class MegatronTrainer:
         Raises:
             ConfigError: a setting that this backend does not have, or a layout that does not fit.
         """
-        self.loaded: str | None = None
-        self.dirty = False
-        self._train = train
-        self._algorithm = algorithm
+        super().__init__(train, algorithm, current_device(device))
         self._temperature = temperature
         self._seed = seed
-        self._device = current_device(device)
         self._settings = Settings.of(megatron or {}, train)
         _check(algorithm, train, lora)
         self._hooks = Hooks(train, megatron or {})
@@ -104,7 +96,6 @@ class MegatronTrainer:
         self._held_tensors: list[Held] = []
         self._homes: dict[int | None, int] = {}
         self._writer = ShardWriter()
-        self._offload = Offload(self._device)
 
     # --- state ------------------------------------------------------------------------------------
 
@@ -208,27 +199,11 @@ class MegatronTrainer:
 
     # --- training ---------------------------------------------------------------------------------
 
-    def train(self, prev_state_id: str, new_state_id: str, batch: TrainBatch) -> TrainReport:
-        """All optimizer steps of one batch; see `BatchLoop.run`."""
-        check_can_train(self, prev_state_id)
-        _, optimizer = self._held()
-        loop = self._loop(batch)
-        self.dirty = True
-        try:
-            metrics = loop.run()
-        except (TrainError, PluginError):
-            self.dirty = loop.stepped
-            raise
-        self.loaded, self.dirty = new_state_id, False
-        counts = {"tokens": float(batch.tokens), "samples": float(batch.samples)}
-        metrics = batch.metrics | metrics | counts
-        return TrainReport(batch.iteration, new_state_id, optimizer.steps, metrics)
-
-    def _loop(self, batch: TrainBatch) -> BatchLoop:
+    def _loop(self, algorithm: AlgorithmConfig, batch: TrainBatch) -> BatchLoop:
         policy, optimizer = self._held()
         total = self._train.num_iterations * self._train.num_steps_per_rollout
         settings = LoopSettings(
-            algorithm=self._algorithm,
+            algorithm=algorithm,
             temperature=self._temperature,
             clip_grad=self._train.clip_grad,
             lr=lambda step: learning_rate(step, total, self._train),
@@ -242,36 +217,13 @@ class MegatronTrainer:
             reference=None if reference is None else Hooked(reference, hooks, "ref_"),
             teacher=None if teacher is None else Hooked(teacher, hooks, "teacher_"),
         )
-        return BatchLoop(models, settings, batch, Functions(self._algorithm, self._temperature))
+        return BatchLoop(models, settings, batch, Functions(algorithm, self._temperature))
 
-    @torch.no_grad()
-    def log_probs(self, sequences: list[list[int]]) -> list[list[float]]:
-        """Log-probs of tokens[1:] at temperature 1, in the precision that training computes in."""
-        policy, _ = self._held(weights_only=True)
-        parts = list(self._cut(sequences))
-        micros = []
-        for part in parts:
-            untrained = [TrainSequence(ids, len(ids) - 1, trainable=False) for ids in part]
-            packed = pack(untrained, Totals(0, 0), "token_mean").inputs().to(self._device)
-            rows = torch.arange(len(packed.input_ids), device=self._device)
-            micros.append(MicroBatch(packed, rows, packed.lengths, packed.advantages))
-        out: list[list[float]] = []
-        for part, micro, found in zip(parts, micros, policy.score(micros, 1.0), strict=True):
-            values = found.cpu().split(micro.lengths)
-            # A lone token was passed through all the same, and predicts nothing.
-            out.extend(v[: len(ids) - 1].tolist() for ids, v in zip(part, values, strict=True))
-        return out
+    def _stepped(self) -> DistributedAdamW:
+        return self._held()[1]
 
-    def _cut(self, sequences: list[list[int]]) -> Iterator[list[list[int]]]:
-        """Runs of sequences with at most `max_tokens_per_gpu` tokens, or a single longer one."""
-        part: list[list[int]] = []
-        for ids in sequences:
-            if part and sum(map(len, part)) + len(ids) > self._train.max_tokens_per_gpu:
-                yield part
-                part = []
-            part.append(ids)
-        if part:
-            yield part
+    def _scores(self) -> PolicyNetwork:
+        return self._held(weights_only=True)[0]
 
     # --- weights ----------------------------------------------------------------------------------
 
@@ -349,17 +301,18 @@ class MegatronTrainer:
         self._offload.put_away(weights, chain(moments, self._optimizer.gradients(), frozen))
         give_back_cache(self._device)
 
-    def onload(self, *, weights_only: bool = False) -> None:
-        """Everything comes back where it was."""
-        self._offload.take_back(weights_only=weights_only)
-
-    def memory(self) -> dict[str, float]:
-        """Peak resident memory of the process, and on a GPU what torch holds and held at most."""
-        held = {"host_peak_bytes": float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)}
-        if self._device.type == "cuda":
-            held["device_bytes"] = float(torch.cuda.memory_allocated(self._device))
-            held["device_peak_bytes"] = float(torch.cuda.max_memory_allocated(self._device))
-        return held
+    def _sizes(self) -> dict[str, int]:
+        policy, optimizer = self._held()
+        frozen = chain(_weights_of(self._reference), _weights_of(self._teacher))
+        moments = (moment for kind in MOMENTS for moment in optimizer.tensors(kind))
+        tensors: dict[str, Iterable[Tensor | None]] = {
+            "parameters": _weights_of(policy),
+            "master weights": optimizer.tensors("model"),
+            "moments": moments,
+            "gradients": optimizer.gradients(),
+            "frozen models": frozen,
+        }
+        return {name: bytes_of_all(found, self._device) for name, found in tensors.items()}
 
 
 def _weights_of(network: PolicyNetwork | None) -> Iterator[Tensor]:
