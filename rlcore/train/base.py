@@ -5,6 +5,7 @@ sequences, and figures of memory.
 from __future__ import annotations
 
 import resource
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -21,7 +22,7 @@ from rlcore.train.out_of_memory import out_of_memory
 from rlcore.train.trainer import TrainBatch, TrainReport
 
 
-class BaseTrainer:
+class BaseTrainer(ABC):
     """One rank; see the protocol `Trainer` for what each method does.
 
     A backend builds models and optimizers, and says by `_loop`, `_scores` and `_sizes` what they
@@ -40,21 +41,21 @@ class BaseTrainer:
 
     # --- for a backend to say ---------------------------------------------------------------------
 
+    @abstractmethod
     def _loop(self, algorithm: AlgorithmConfig, batch: TrainBatch) -> BatchLoop:
         """What trains a batch."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _stepped(self) -> Optimizer:
         """The policy's optimizer."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _scores(self) -> Scores:
         """The policy, as far as log-probs go."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _sizes(self) -> Mapping[str, int]:
         """Bytes of this rank's shares of all that stays from batch to batch, and of gradients."""
-        raise NotImplementedError
 
     def _follow(self, iteration: int) -> None:
         """What is due after an iteration."""
