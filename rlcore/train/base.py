@@ -57,6 +57,7 @@ class BaseTrainer(ABC):
     def _sizes(self) -> Mapping[str, int]:
         """Bytes of this rank's shares of all that stays from batch to batch, and of gradients."""
 
+    @abstractmethod
     def _follow(self, iteration: int) -> None:
         """What is due after an iteration."""
 

@@ -222,6 +222,9 @@ class MegatronTrainer(BaseTrainer):
     def _stepped(self) -> DistributedAdamW:
         return self._held()[1]
 
+    def _follow(self, iteration: int) -> None:
+        """Nothing: a reference that follows the policy is refused."""
+
     def _scores(self) -> PolicyNetwork:
         return self._held(weights_only=True)[0]
 
