@@ -10,7 +10,7 @@ INSTALLED := .venv/.installed-$(shell cat constraints.txt pyproject.toml | sha25
 
 # `make gpu-test PY=python3` takes that interpreter as it is and installs nothing; so does gpu-bench.
 GPU_PY := $(or $(PY),$(BIN)/python)
-GPU_BENCHMARKS := trainer rollout sync race two_gpus
+GPU_BENCHMARKS := trainer megatron rollout sync race two_gpus
 OUT ?= benchmarks/results
 PYTEST_PLAIN := -c /dev/null --rootdir=. --import-mode=importlib -p no:cacheprovider
 
@@ -59,8 +59,8 @@ bench: install
 	  $(BIN)/python -m benchmarks.$$(basename $$file .py) || missed=1; \
 	done; exit $$missed
 
-# What needs a GPU; elsewhere each test says why it is skipped. Plain pytest: a machine that is lent
-# may lack the plugins that pyproject.toml names.
+# What needs a GPU; elsewhere each test says why it is skipped. Plain pytest: a GPU
+# machine may lack the plugins that pyproject.toml names.
 gpu-test: $(if $(PY),,install)
 	PYTHONPATH=$(CURDIR):$(CURDIR)/tests/support:$$PYTHONPATH \
 	  $(GPU_PY) -m pytest $(PYTEST_PLAIN) -rsP -W ignore::pytest.PytestUnknownMarkWarning tests/gpu

@@ -194,7 +194,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--warm", type=int, default=2)
     parser.add_argument("--checkpointing", action="store_true")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--result", type=Path)
     args = parser.parse_args()
     if cuda and torch.cuda.device_count() < args.gpus:
         raise SystemExit(f"--gpus {args.gpus}, and there are {torch.cuda.device_count()}")
@@ -228,7 +228,7 @@ def main() -> int:
         "goal": "the fastest layout of Megatron has at least FSDP2's tokens a second",
         "met": max(ours) >= theirs > 0,
     }
-    out = args.out or RESULTS / f"megatron-{args.shape}-{args.gpus}.json"
+    out = args.result or RESULTS / f"megatron-{args.shape}-{args.gpus}.json"
     return finish(result, out)
 
 

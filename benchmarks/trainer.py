@@ -1,5 +1,5 @@
-"""How fast the FSDP2 trainer trains: one optimizer step on a packed batch of RL samples, loss,
-log-probs and metrics included, with float32 master weights.
+"""How fast the FSDP2 trainer trains: one optimizer step on packed RL samples, in one micro-batch
+and in several; loss, log-probs and metrics included, with float32 master weights.
 
 Needs a GPU. MFU is (6 x parameters x tokens + causal attention) over the time of `train` and over
 788 TFLOP/s, which large bfloat16 products reach on an H200; what they reach in this run is beside
@@ -44,11 +44,12 @@ def main() -> int:
     parser.add_argument("--sequences", type=int, default=28)
     parser.add_argument("--prompt", type=int, default=64)
     parser.add_argument("--response", type=int, default=512)
+    parser.add_argument("--micro-batches", type=int, default=4, help="of one more measurement")
     parser.add_argument("--steps", type=int, default=5, help="a repeat")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--eager", action="store_true", help="without torch.compile, too")
     parser.add_argument("--profile", type=Path, help="write the kernels of a step here")
-    parser.add_argument("--out", type=Path, default=RESULTS / "trainer.json")
+    parser.add_argument("--result", type=Path, default=RESULTS / "trainer.json")
     args = parser.parse_args()
     if args.tiny:
         args.shapes, args.sequences, args.prompt, args.response = ["tiny"], 4, 4, 12
@@ -68,24 +69,26 @@ def main() -> int:
         result["matmul_tflops"] = round(matmul_tflops(), 1)
     result["peak_tflops"], result["shapes"] = PEAK_TFLOPS, {}
     for name in args.shapes:
-        for compiled in (True, False) if args.eager else (True,):
-            key = name if compiled else f"{name}, eager"
-            result["shapes"][key] = measure(name, device, args, compiled=compiled)
-            print(key, result["shapes"][key], flush=True)
+        ways = {"": (True, 1), f", {args.micro_batches} micro-batches": (True, args.micro_batches)}
+        ways |= {", eager": (False, 1)} if args.eager else {}
+        for way, (compiled, count) in ways.items():
+            found = measure(name, device, args, compiled=compiled, micro_batches=count)
+            result["shapes"][f"{name}{way}"] = found
+            print(f"{name}{way}", found, flush=True)
     mfu = {name: one["mfu"] for name, one in result["shapes"].items() if name in GOALS}
     result["goals"] = {"mfu": GOALS}
     result["met"] = args.tiny or all(mfu[name] >= GOALS[name] for name in mfu)
-    return finish(result, args.out)
+    return finish(result, args.result)
 
 
 def measure(
-    name: str, device: str, args: argparse.Namespace, *, compiled: bool
+    name: str, device: str, args: argparse.Namespace, *, compiled: bool, micro_batches: int
 ) -> dict[str, float | dict[str, float]]:
     """Steps of one shape."""
     arch = shape(name)
     config = TrainConfig(
         precision="bfloat16",
-        global_batch_size=args.sequences,
+        global_batch_size=args.sequences * micro_batches,
         max_tokens_per_gpu=args.sequences * (args.prompt + args.response),
         num_iterations=100,
         torch_compile=compiled,
@@ -100,7 +103,11 @@ def measure(
 
     def step() -> dict[str, float]:
         nonlocal count
-        report = trainer.train(str(count), str(count + 1), make_batch(count, arch.vocab_size, args))
+        report = trainer.train(
+            str(count),
+            str(count + 1),
+            make_batch(count, arch.vocab_size, args, micro_batches),
+        )
         count += 1
         return report.metrics
 
@@ -115,9 +122,9 @@ def measure(
         began = time.perf_counter()
         phases += [step() for _ in range(args.steps)]
         repeats.append((time.perf_counter() - began) / args.steps)
-    lengths = [args.prompt + args.response] * args.sequences
+    lengths = [args.prompt + args.response] * args.sequences * micro_batches
     seconds, flops = statistics.median(repeats), training_flops(arch, parameters, lengths)
-    if args.profile is not None:
+    if args.profile is not None and micro_batches == 1:
         kind = "compiled" if compiled else "eager"
         profile(step, args.profile.with_name(f"{args.profile.name}-{name}-{kind}.txt"))
     found: dict[str, float | dict[str, float]] = {
@@ -142,23 +149,24 @@ def training_flops(arch: Architecture, parameters: int, lengths: list[int]) -> f
     return 6.0 * parameters * sum(lengths) + 3.0 * attention
 
 
-def make_batch(iteration: int, vocabulary: int, args: argparse.Namespace) -> TrainBatch:
-    """RL samples of random tokens, in one micro-batch."""
+def make_batch(
+    iteration: int, vocabulary: int, args: argparse.Namespace, micro_batches: int
+) -> TrainBatch:
+    """RL samples of random tokens, in one optimizer step."""
     generator = torch.Generator().manual_seed(iteration)
-    length = args.prompt + args.response
-    tokens = torch.randint(vocabulary, (args.sequences, length), generator=generator).numpy()
-    engine = torch.randn(args.sequences, args.response, generator=generator).abs().neg().numpy()
+    length, count = args.prompt + args.response, args.sequences * micro_batches
+    tokens = torch.randint(vocabulary, (count, length), generator=generator).numpy()
+    engine = torch.randn(count, args.response, generator=generator).abs().neg().numpy()
     sequences = tuple(
         TrainSequence(ids, args.response, advantages=float((-1) ** k), rollout_log_probs=engine[k])
         for k, ids in enumerate(tokens)
     )
-    step = TrainStep((sequences,), Totals.of(s.trainable_tokens for s in sequences))
+    micros = tuple(
+        sequences[start : start + args.sequences] for start in range(0, count, args.sequences)
+    )
+    step = TrainStep(micros, Totals.of(s.trainable_tokens for s in sequences))
     return TrainBatch(
-        iteration,
-        (step,),
-        samples=len(sequences),
-        tokens=args.sequences * length,
-        rollout_log_probs=True,
+        iteration, (step,), samples=count, tokens=count * length, rollout_log_probs=True
     )
 
 

@@ -40,6 +40,12 @@ def test_rollout(tmp_path: Path) -> None:
     assert size["seconds"]["sluice"]["median"] > size["seconds"]["generate"]["median"] > 0
 
 
+def test_trainer(tmp_path: Path) -> None:
+    shapes = tiny("trainer", tmp_path, "--repeats", "1", "--micro-batches", "2")["shapes"]
+    assert [found["tokens"] for found in shapes.values()] == [64, 128]
+    assert all(found["seconds"]["median"] > 0 for found in shapes.values())
+
+
 def test_sync(tmp_path: Path) -> None:
     result = tiny("sync", tmp_path, "--repeats", "1")
     assert result["errors"] == {"tiny": {}}
