@@ -21,19 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._common import REPO, RESULTS, finish, machine
-from rlcore.models.presets import read_preset
+from benchmarks._shapes import build, shape
 
-TINY = {
-    "hidden_size": 64,
-    "intermediate_size": 192,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 512,
-    "tie_word_embeddings": True,
-}
-FIELDS = tuple(TINY)
 TP, SP = "tensor_model_parallel_size", "sequence_parallel"
 LAYOUTS: dict[int, dict[str, tuple[str, dict[str, Any]]]] = {
     1: {"fsdp": ("fsdp", {}), "megatron": ("megatron", {})},
@@ -46,21 +35,6 @@ LAYOUTS: dict[int, dict[str, tuple[str, dict[str, Any]]]] = {
         "megatron cp2": ("megatron", {"context_parallel_size": 2}),
     },
 }
-
-
-def write_model(shape: str, folder: Path) -> None:
-    """A Hugging Face folder of the shape, random weights."""
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    sizes = TINY if shape == "tiny" else read_preset(shape).architecture.model_dump()
-    torch.manual_seed(0)
-    config = Qwen3Config(**{name: sizes[name] for name in FIELDS}, max_position_embeddings=8192)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    with torch.device(device):
-        model = Qwen3ForCausalLM(config)
-    model.to(torch.bfloat16 if device == "cuda" else torch.float32).save_pretrained(folder)
-    (folder / "tokenizer_config.json").write_text("{}")
 
 
 def rank_main(job: dict[str, Any], rank: int) -> None:
@@ -200,16 +174,13 @@ def main() -> int:
         raise SystemExit(f"--gpus {args.gpus}, and there are {torch.cuda.device_count()}")
     facts = machine("torch", "transformers", "megatron-core")
     facts["gpu"] = torch.cuda.get_device_name() if cuda else None
-    vocab = TINY["vocab_size"] if args.shape == "tiny" else None
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
-        write_model(args.shape, scratch / "model")
-        config = json.loads((scratch / "model" / "config.json").read_text())
         job = {
-            "model": str(scratch / "model"),
+            "model": str(build(args.shape, scratch / "model")),
             "device": "cuda" if cuda else "cpu",
             "world": args.gpus,
-            "vocab": vocab or config["vocab_size"],
+            "vocab": shape(args.shape).vocab_size,
             **{k: getattr(args, k) for k in ("sequences", "length", "micro_tokens")},
             **{k: getattr(args, k) for k in ("steps", "warm", "checkpointing")},
         }

@@ -205,7 +205,7 @@ class _Upstream:
         return _scaled(out, self.temperature)
 
 
-def _chunks(tokens: int, rows: int) -> list[slice]:
+def chunks(tokens: int, rows: int) -> list[slice]:
     """Slices of at most `rows` rows; one empty slice of no tokens."""
     return [slice(start, start + rows) for start in range(0, max(tokens, 1), rows)]
 
@@ -234,7 +234,7 @@ class _HiddenLogProbs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         parts = [
             _statistics(hidden[part] @ weight.t(), targets[part], temperature)
-            for part in _chunks(len(hidden), rows)
+            for part in chunks(len(hidden), rows)
         ]
         return _saved(ctx, parts, (hidden, weight, targets), temperature, rows)
 
@@ -245,7 +245,7 @@ class _HiddenLogProbs(torch.autograd.Function):
             return (None,) * 5
         hidden, weight = ctx.saved_tensors[:2]
         upstream = _Upstream.of(ctx, grads[0], grads[1])
-        parts = _chunks(len(hidden), ctx.rows)
+        parts = chunks(len(hidden), ctx.rows)
         grad_hidden = torch.empty_like(hidden)
         sum_dtype = torch.float32 if len(parts) > 1 and weight.dtype.itemsize < 4 else weight.dtype
         grad_weight = torch.zeros_like(weight, dtype=sum_dtype)
@@ -269,7 +269,7 @@ class _LogitLogProbs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         parts = [
             _statistics(_to_spend(logits[part]), targets[part], temperature)
-            for part in _chunks(len(logits), rows)
+            for part in chunks(len(logits), rows)
         ]
         return _saved(ctx, parts, (logits, targets), temperature, rows)
 
@@ -281,7 +281,7 @@ class _LogitLogProbs(torch.autograd.Function):
         logits = ctx.saved_tensors[0]
         upstream = _Upstream.of(ctx, grads[0], grads[1])
         grad_logits = torch.empty_like(logits)
-        for part in _chunks(len(logits), ctx.rows):
+        for part in chunks(len(logits), ctx.rows):
             alive = logits[part].masked_fill(upstream.dead[part, None], 0.0)
             grad_logits[part] = upstream.logits_grad(alive, part)
         return grad_logits, None, None, None

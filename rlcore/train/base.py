@@ -7,19 +7,22 @@ from __future__ import annotations
 import resource
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import torch
 
 from rlcore.algorithms.aggregate import Totals
 from rlcore.algorithms.packing import TrainSequence, pack
 from rlcore.config.tree import AlgorithmConfig, TrainConfig
-from rlcore.errors import PluginError, TrainError
+from rlcore.errors import ConfigError, PluginError, TrainError
 from rlcore.train.backend import Optimizer, Scores
 from rlcore.train.credit import MicroBatch
 from rlcore.train.loop import BatchLoop
 from rlcore.train.offload import Offload
 from rlcore.train.out_of_memory import out_of_memory
-from rlcore.train.trainer import TrainBatch, TrainReport
+from rlcore.train.trainer import DType, TrainBatch, TrainReport
+
+TORCH_DTYPES: dict[DType, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class BaseTrainer(ABC):
@@ -139,3 +142,29 @@ class BaseTrainer(ABC):
             held["device_bytes"] = float(torch.cuda.memory_allocated(self._device))
             held["device_peak_bytes"] = float(torch.cuda.max_memory_allocated(self._device))
         return held
+
+
+def check_teacher_folder(folder: Path) -> None:
+    """A teacher is there to be read.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if not folder.is_dir():
+        raise ConfigError(
+            f"algorithm.opd_teacher_load = {str(folder)!r} is not a folder on the trainer's "
+            "machine; give a Hugging Face model folder that it sees"
+        )
+
+
+def check_vocabularies(folder: Path, ours: int, theirs: int) -> None:
+    """A teacher reads the token ids of the policy.
+
+    Raises:
+        ConfigError: it has another number of them.
+    """
+    if ours != theirs:
+        raise ConfigError(
+            f"algorithm.opd_teacher_load: the teacher in {folder} has a vocabulary of {theirs} "
+            f"tokens, the model one of {ours}; both must read the same token ids"
+        )

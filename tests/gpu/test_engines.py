@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gpu_servers import SERVER
 from real_runs import REPO, Sluice
 
 from rlcore.engine.launch import EngineProcess
@@ -29,12 +30,6 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="sglang is not there"),
 ]
 
-ARGUMENTS: dict[str, Any] = {
-    "attention_backend": "fa3",
-    "sampling_backend": "pytorch",
-    "disable_cuda_graph": True,
-    "mem_fraction_static": 0.2,
-}
 Start = Callable[..., tuple[EngineProcess, Path]]
 
 
@@ -50,7 +45,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         engine = EngineProcess(port)
         made.append(engine)
         engine.start(
-            sglang_argv(model, port, tp=tp, dtype="bfloat16", extra=ARGUMENTS | more),
+            sglang_argv(model, port, tp=tp, dtype="bfloat16", extra=SERVER | more),
             tmp_path / "engine.log",
         )
         engine.wait_healthy(400)
@@ -70,7 +65,7 @@ async def answers(url: str, seeds: list[int]) -> list[list[int]]:
 
 
 def test_arguments_are_those_of_the_installed_server() -> None:
-    check_options({**ARGUMENTS, "cuda_graph_bs_decode": [8, 64], "enable_dp_attention": True})
+    check_options({**SERVER, "cuda_graph_bs_decode": [8, 64], "enable_dp_attention": True})
     with pytest.raises(ConfigError, match=r"did you mean sglang\.mem_fraction_static"):
         check_options({"mem_fraction_statik": 0.2})
 
@@ -97,9 +92,7 @@ def test_a_run_trains_with_a_server_that_somebody_else_started(tmp_path: Path) -
     build(tmp_path / "other", 99)
     port = free_port()
     engine = EngineProcess(port)
-    argv = sglang_argv(
-        tmp_path / "other", port, dtype="bfloat16", context_length=64, extra=ARGUMENTS
-    )
+    argv = sglang_argv(tmp_path / "other", port, dtype="bfloat16", context_length=64, extra=SERVER)
     engine.start(argv, tmp_path / "engine.log")
     try:
         engine.wait_healthy(400)

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gpu_servers import SERVER
 from real_runs import REPO, Sluice
 
 from rlcore.conversion.fp8 import hf_to_fp8
@@ -30,12 +31,6 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="sglang is not there"),
 ]
 
-SERVER: dict[str, Any] = {
-    "attention_backend": "fa3",
-    "sampling_backend": "pytorch",
-    "disable_cuda_graph": True,
-    "mem_fraction_static": 0.2,
-}
 BUILD = """
 import sys
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gpu_servers import SERVER
 from real_runs import REPO, Sluice
 
 torch = pytest.importorskip("torch")
@@ -24,12 +25,6 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="sglang is not there"),
 ]
 
-SERVER: dict[str, bool | int | float | str] = {
-    "attention_backend": "fa3",
-    "sampling_backend": "pytorch",
-    "disable_cuda_graph": True,
-    "mem_fraction_static": 0.2,
-}
 ON_POLICY = {"rl_on_policy_target": "fsdp", "enable_deterministic_inference": True}
 ENGINES: dict[str, tuple[str, dict[str, bool | int | float | str]]] = {
     "bfloat16": ("bfloat16", SERVER),

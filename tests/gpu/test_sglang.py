@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from gpu_servers import SERVER
 from real_runs import REPO, Sluice, wait_for
 from run_processes import is_actor, is_sglang, the_one
 
@@ -27,13 +28,6 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
     pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="sglang is not there"),
 ]
-
-SERVER = {
-    "attention_backend": "fa3",
-    "sampling_backend": "pytorch",
-    "disable_cuda_graph": True,
-    "mem_fraction_static": 0.2,
-}
 
 
 def test_the_contract_holds_for_a_real_server(tmp_path: Path) -> None:

@@ -21,7 +21,12 @@ from rlcore.errors import ConfigError, TrainError
 from rlcore.images.model import blocks
 from rlcore.images.processor import ImageProcessor, takes_images
 from rlcore.train.backend import Critic, Models
-from rlcore.train.base import BaseTrainer
+from rlcore.train.base import (
+    TORCH_DTYPES,
+    BaseTrainer,
+    check_teacher_folder,
+    check_vocabularies,
+)
 from rlcore.train.custom import Functions
 from rlcore.train.fsdp import state
 from rlcore.train.fsdp.context import Context
@@ -55,7 +60,6 @@ from rlcore.weights.names import checkpoint_names, stored_names
 
 COMPILED_LENGTH = 256
 """Tokens of a sequence for which the code of a step is made."""
-TORCH_DTYPES: dict[DType, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class FsdpTrainer(BaseTrainer):
@@ -261,18 +265,10 @@ class FsdpTrainer(BaseTrainer):
             state.held(old.detach()).copy_(state.held(new.detach()))
 
     def _build_teacher(self, policy: Policy, folder: Path) -> Policy:
-        if not folder.is_dir():
-            raise ConfigError(
-                f"algorithm.opd_teacher_load = {str(folder)!r} is not a folder on the trainer's "
-                "machine; give a Hugging Face model folder that it sees"
-            )
+        check_teacher_folder(folder)
         teacher = self._build(folder)
         ours, theirs = (m.lm.get_input_embeddings().weight.shape[0] for m in (policy, teacher))
-        if ours != theirs:
-            raise ConfigError(
-                f"algorithm.opd_teacher_load: the teacher in {folder} has a vocabulary of {theirs} "
-                f"tokens, the model one of {ours}; both must read the same token ids"
-            )
+        check_vocabularies(folder, ours, theirs)
         return teacher
 
     def _build_critic(self, folder: Path) -> TrainedCritic:

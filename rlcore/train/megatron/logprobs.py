@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rlcore.algorithms.logprobs import LOWEST, chunked_log_probs
+from rlcore.algorithms.logprobs import LOWEST, chunked_log_probs, chunks
 
 MAX = dist.ReduceOp.MAX
 
@@ -70,7 +70,7 @@ class _ParallelLogProbs(torch.autograd.Function):
         here = (own >= 0) & (own < weight.shape[0])
         own = own.clamp(0, weight.shape[0] - 1)
         parts = []
-        for rows in _chunks(len(hidden), chunk):
+        for rows in chunks(len(hidden), chunk):
             z = _logits(hidden[rows], weight, temperature)
             top = z.amax(-1)
             dist.all_reduce(top, op=MAX, group=group)
@@ -98,7 +98,7 @@ class _ParallelLogProbs(torch.autograd.Function):
         entropy, top, log_total = (x.masked_fill(dead, 0.0) for x in (entropy, top, log_total))
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=entropy.dtype)
-        for rows in _chunks(len(hidden), ctx.chunk):
+        for rows in chunks(len(hidden), ctx.chunk):
             alive = hidden[rows].masked_fill(dead[rows, None], 0.0)
             log_p = _logits(alive, weight, ctx.temperature)
             log_p.sub_(top[rows, None]).sub_(log_total[rows, None]).clamp_(min=LOWEST)
@@ -118,7 +118,3 @@ def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
     """A chunk's, wide."""
     z = hidden @ weight.t()
     return z.to(torch.float64 if z.dtype == torch.float64 else torch.float32).div(temperature)
-
-
-def _chunks(tokens: int, rows: int) -> list[slice]:
-    return [slice(start, start + rows) for start in range(0, max(tokens, 1), rows)]

@@ -27,7 +27,12 @@ from rlcore.errors import ConfigError, TrainError
 from rlcore.images.processor import ImageProcessor
 from rlcore.models.hf_config import read_hf_config
 from rlcore.train.backend import Models
-from rlcore.train.base import BaseTrainer
+from rlcore.train.base import (
+    TORCH_DTYPES,
+    BaseTrainer,
+    check_teacher_folder,
+    check_vocabularies,
+)
 from rlcore.train.custom import Functions
 from rlcore.train.fsdp.model import current_device
 from rlcore.train.fsdp.shards import ShardWriter
@@ -52,8 +57,6 @@ from rlcore.train.trainer import (
 )
 from rlcore.weights.export import Adapter, write_hf_folder
 from rlcore.weights.megatron import Rule, rules
-
-TORCH_DTYPES: dict[DType, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class MegatronTrainer(BaseTrainer):
@@ -172,19 +175,10 @@ class MegatronTrainer(BaseTrainer):
         return PolicyNetwork(chunks, arch, layout, shape)
 
     def _build_teacher(self, folder: Path) -> PolicyNetwork:
-        if not folder.is_dir():
-            raise ConfigError(
-                f"algorithm.opd_teacher_load = {str(folder)!r} is not a folder on the trainer's "
-                "machine; give a Hugging Face model folder that it sees"
-            )
+        check_teacher_folder(folder)
         teacher, policy = self._build(folder), self._policy
         assert policy is not None
-        if teacher.arch.vocab_size != policy.arch.vocab_size:
-            raise ConfigError(
-                f"algorithm.opd_teacher_load: the teacher in {folder} has a vocabulary of "
-                f"{teacher.arch.vocab_size} tokens, the model one of {policy.arch.vocab_size}; "
-                "both must read the same token ids"
-            )
+        check_vocabularies(folder, policy.arch.vocab_size, teacher.arch.vocab_size)
         return teacher
 
     def _held(self, *, weights_only: bool = False) -> tuple[PolicyNetwork, DistributedAdamW]:
