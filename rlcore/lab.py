@@ -9,8 +9,7 @@ Invariant: nothing of the run is changed.
 """
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -121,6 +120,7 @@ def run_lab(
     """
     from rlcore.train.batch import load_batch, read_rollout
     from rlcore.train.fsdp.trainer import FsdpTrainer
+    from rlcore.train.ranks import one_rank
     from rlcore.train.trainer import BatchFiles, Lora
 
     at, state = find_state(store, iteration, policy)
@@ -129,7 +129,8 @@ def run_lab(
     )
     train = config.train.model_copy(update={"num_steps_per_rollout": 1})
     chosen = variants(config)
-    with slime.active(slime_args_of(config)), _one_rank(config) as device:
+    device = _device(config)
+    with slime.active(slime_args_of(config)), one_rank(device):
         trainer = FsdpTrainer(
             train,
             # A reference, for those that need one.
@@ -225,19 +226,11 @@ def state_folder(store: RunStore, i: int, state: dict[str, Any], scratch: Path) 
     return scratch / "state"
 
 
-@contextmanager
-def _one_rank(config: RunConfig) -> Iterator[str]:
-    """torch.distributed of this process alone; the device to compute on."""
+def _device(config: RunConfig) -> str:
+    """That a run's trainer is measured on."""
     import torch
-    import torch.distributed as dist
 
-    cuda = config.cluster.device != "cpu" and torch.cuda.is_available()
-    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield "cuda" if cuda else "cpu"
-    finally:
-        dist.destroy_process_group()
+    return "cuda" if config.cluster.device != "cpu" and torch.cuda.is_available() else "cpu"
 
 
 def _cosine(a: "Sequence[Tensor]", b: "Sequence[Tensor]") -> float | None:

@@ -6,6 +6,8 @@ hold the same part and see others. What is summed over a batch is summed over th
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,3 +45,14 @@ class Ranks:
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self.group)
         return values
+
+
+@contextmanager
+def one_rank(device: str) -> Iterator[None]:
+    """torch.distributed of this process alone, on `cpu` or its current GPU, and none afterwards."""
+    backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

@@ -1,5 +1,6 @@
 """The trainer's faster ways on a GPU against the plain ones."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,11 +26,11 @@ LENGTHS = (7, 130, 1, 64, 33)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _one_rank() -> None:
-    import torch.distributed as dist
+def _one_rank() -> Iterator[None]:
+    from rlcore.train.ranks import one_rank
 
-    if not dist.is_initialized():
-        dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
+    with one_rank("cuda"):
+        yield
 
 
 def test_attention_of_uneven_sequences(monkeypatch: pytest.MonkeyPatch) -> None:

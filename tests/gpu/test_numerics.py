@@ -66,13 +66,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def process_group() -> Iterator[None]:
-    import torch.distributed as dist
+    from rlcore.train.ranks import one_rank
 
     torch.cuda.set_device(0)
-    backend, store = "cpu:gloo,cuda:nccl", dist.HashStore()
-    dist.init_process_group(backend, store=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+    with one_rank("cuda"):
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -23,13 +23,11 @@ LEFT = 0.1 * GB
 
 @pytest.fixture(scope="module")
 def process_group() -> Iterator[None]:
-    import torch.distributed as dist
+    from rlcore.train.ranks import one_rank
 
     torch.cuda.set_device(0)
-    store = dist.HashStore()
-    dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+    with one_rank("cuda"):
+        yield
 
 
 @pytest.fixture(scope="module")

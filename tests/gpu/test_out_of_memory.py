@@ -56,13 +56,11 @@ def batch() -> TrainBatch:
 
 
 def test_sizes_are_told(tmp_path: Path) -> None:
-    import torch.distributed as dist
-
     from rlcore.train.fsdp.trainer import FsdpTrainer
+    from rlcore.train.ranks import one_rank
 
     torch.cuda.set_device(0)
-    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
-    try:
+    with one_rank("cuda"):
         train = TrainConfig(precision="bfloat16", max_tokens_per_gpu=COUNT * LENGTH)
         trainer = FsdpTrainer(train, AlgorithmConfig(), temperature=1.0, seed=0, device="cuda")
         trainer.load(model(tmp_path / "model"), "start")
@@ -76,6 +74,4 @@ def test_sizes_are_told(tmp_path: Path) -> None:
             assert part in said
         assert f"train.max_tokens_per_gpu = {COUNT * LENGTH}" in said
         assert trainer.dirty
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
-        dist.destroy_process_group()
+    torch.cuda.set_per_process_memory_fraction(1.0)

@@ -80,17 +80,15 @@ def near(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> I
 @pytest.fixture(scope="module")
 def trainer(models: dict[str, Path]) -> Iterator[Any]:
     """A trainer of one rank in this process, on the first GPU."""
-    import torch.distributed as dist
-
     from rlcore.train.fsdp.trainer import FsdpTrainer
+    from rlcore.train.ranks import one_rank
 
     torch.cuda.set_device(0)
-    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
-    train = TrainConfig(precision="bfloat16")
-    made = FsdpTrainer(train, AlgorithmConfig(), temperature=1.0, seed=0, device="cuda")
-    made.load(models["trained"], "start")
-    yield made
-    dist.destroy_process_group()
+    with one_rank("cuda"):
+        train = TrainConfig(precision="bfloat16")
+        made = FsdpTrainer(train, AlgorithmConfig(), temperature=1.0, seed=0, device="cuda")
+        made.load(models["trained"], "start")
+        yield made
 
 
 def change(trainer: Any) -> None:

@@ -216,22 +216,19 @@ def test_memory_is_that_of_a_few_tensors(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_trainer_s_state_becomes_a_folder(tmp_path: Path) -> None:
-    import torch.distributed as dist
     from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 
     from rlcore.train.fsdp.shards import ShardWriter
+    from rlcore.train.ranks import one_rank
 
     reference = tiny_families.build("glm4_moe", tmp_path / "model")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
+    with one_rank("cpu"):
         mesh = init_device_mesh("cpu", (1,))
         trained = {
             f"model.{name}": DTensor.from_local(p.detach() * 2, mesh, [Shard(0)])
             for name, p in reference.named_parameters()
         }
         ShardWriter().write(tmp_path / "state", {**trained, "optimizer_steps": torch.tensor(3)})
-    finally:
-        dist.destroy_process_group()
     done = state_to_hf(tmp_path / "state", tmp_path / "out", tmp_path / "model", "bfloat16")
     assert isinstance(done, Conversion) and done.made == "huggingface"
     before, after = bits(tmp_path / "model"), bits(tmp_path / "out")
@@ -243,24 +240,21 @@ def test_a_trainer_s_state_becomes_a_folder(tmp_path: Path) -> None:
 
 
 def test_a_state_of_adapters_becomes_the_merged_model(tmp_path: Path) -> None:
-    import torch.distributed as dist
     from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 
     from rlcore.train.fsdp.shards import ShardWriter
+    from rlcore.train.ranks import one_rank
 
     tiny_families.build("qwen3", tmp_path / "model", "bfloat16")
     before = bits(tmp_path / "model")
     name = "model.layers.1.self_attn.q_proj"
     out, into = before[f"{name}.weight"].shape
     a, b = torch.randn(2, into), torch.randn(out, 2)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
+    with one_rank("cpu"):
         mesh = init_device_mesh("cpu", (1,))
         parts = {f"model.{name}.lora_A": a, f"model.{name}.lora_B": b}
         held = {key: DTensor.from_local(part, mesh, [Shard(0)]) for key, part in parts.items()}
         ShardWriter().write(tmp_path / "state", {**held, "optimizer_steps": torch.tensor(3)})
-    finally:
-        dist.destroy_process_group()
     state_to_hf(tmp_path / "state", tmp_path / "out", tmp_path / "model", lora_alpha=6.0)
     after = bits(tmp_path / "out")
     assert before.keys() == after.keys()

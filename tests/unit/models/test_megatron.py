@@ -9,25 +9,24 @@ import tiny_families
 torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
-import torch.distributed as dist  # noqa: E402
-from megatron.core import dist_checkpointing, parallel_state  # noqa: E402
+from megatron.core import dist_checkpointing  # noqa: E402
 from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
 
 from rlcore.conversion.convert import hf_to_torch_dist, torch_dist_to_hf  # noqa: E402
 from rlcore.conversion.sources import HfFolder, Weights  # noqa: E402
 from rlcore.models.hf_config import read_hf_config  # noqa: E402
+from rlcore.train.megatron import parallel  # noqa: E402
 from rlcore.train.megatron.cpu import without_cuda  # noqa: E402
 from rlcore.train.megatron.model import Layout, build_model  # noqa: E402
 from rlcore.train.megatron.weights import load_weights, named_weights  # noqa: E402
+from rlcore.train.ranks import one_rank  # noqa: E402
 
 
 @pytest.fixture(scope="module", autouse=True)
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    parallel_state.initialize_model_parallel()
-    yield
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
+def _alone() -> Iterator[None]:
+    with one_rank("cpu"):
+        parallel.set_up(Layout())
+        yield
 
 
 @pytest.mark.parametrize("family", tiny_families.FAMILIES)

@@ -72,25 +72,22 @@ def kept(folder: Path, recomputes: bool) -> int:
 
 
 def test_the_optimizer_s_bytes_are_those_that_it_holds(tmp_path: Path) -> None:
-    import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
     from rlcore.config.tree import TrainConfig
     from rlcore.train.fsdp.model import load_policy, shard
     from rlcore.train.fsdp.optimizer import ShardedAdamW
+    from rlcore.train.ranks import one_rank
 
     tiny_families.build("qwen3", tmp_path)
     planned = memory(read_hf_config(tmp_path), ALONE)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
+    with one_rank("cpu"):
         policy = load_policy(tmp_path)
         mesh = init_device_mesh("cpu", (1,))
         shard(policy, policy.lm.base_model.layers, mesh, "float32")
         optimizer = ShardedAdamW(list(policy.weights()), TrainConfig())
         held = sum(t.numel() * t.element_size() for _, t in policy.weights())
         moments = sum(m.numel() * m.element_size() for _, m in optimizer.moments())
-    finally:
-        dist.destroy_process_group()
     assert (held, moments) == (planned["master weights"], planned["optimizer"])
 
 

@@ -67,12 +67,12 @@ def engine_url(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 def process_group() -> Iterator[None]:
     """torch.distributed of one rank within the test process."""
     import torch
-    import torch.distributed as dist
+
+    from rlcore.train.ranks import one_rank
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+    with one_rank("cpu"):
+        yield
 
 
 @pytest.fixture
