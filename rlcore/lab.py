@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlcore.config import AlgorithmConfig, RunConfig
+from rlcore.config import AlgorithmConfig, RunConfig, TrainConfig
 from rlcore.config.presets import PRESETS
 from rlcore.errors import Corrupt, DataError, NotFound
 from rlcore.slime.compat import state as slime
@@ -27,6 +27,8 @@ from rlcore.store.run_store import RunStore
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from rlcore.train.fsdp.trainer import FsdpTrainer
 
 START = -1
 """Stands for the starting model, where iterations name the policy that follows them."""
@@ -119,9 +121,8 @@ def run_lab(
         Corrupt: something stored was altered.
     """
     from rlcore.train.batch import load_batch, read_rollout
-    from rlcore.train.fsdp.trainer import FsdpTrainer
     from rlcore.train.ranks import one_rank
-    from rlcore.train.trainer import BatchFiles, Lora
+    from rlcore.train.trainer import BatchFiles
 
     at, state = find_state(store, iteration, policy)
     files = BatchFiles(
@@ -131,19 +132,7 @@ def run_lab(
     chosen = variants(config)
     device = _device(config)
     with slime.active(slime_args_of(config)), one_rank(device):
-        trainer = FsdpTrainer(
-            train,
-            # A reference, for those that need one.
-            config.algorithm.model_copy(update={"use_kl_loss": True}),
-            temperature=config.rollout.temperature,
-            seed=config.run.seed,
-            device=device,
-            trust_remote_code=config.model.trust_remote_code,
-            lora=Lora.of(config.model),
-        )
-        prepare_model(store.objects, store.origin, config.model, config.run.seed, scratch)
-        folder = model_path(store.objects, store.origin, config.model, scratch)
-        trainer.load(folder, "start")
+        trainer = _starting(config, train, store, scratch, device)
         if state is not None:
             trainer.load_state(state_folder(store, at, state, scratch), "policy")
         experts = config.rollout.use_rollout_routing_replay
@@ -181,6 +170,28 @@ def run_lab(
         for name, algorithm in chosen.items()
     )
     return Lab(store.run_id, iteration, at, batch.samples, batch.tokens, rows)
+
+
+def _starting(
+    config: RunConfig, train: TrainConfig, store: RunStore, scratch: Path, device: str
+) -> "FsdpTrainer":
+    """A trainer of the starting model."""
+    from rlcore.train.fsdp.trainer import FsdpTrainer
+    from rlcore.train.trainer import Lora
+
+    trainer = FsdpTrainer(
+        train,
+        # A reference, for those that need one.
+        config.algorithm.model_copy(update={"use_kl_loss": True}),
+        temperature=config.rollout.temperature,
+        seed=config.run.seed,
+        device=device,
+        trust_remote_code=config.model.trust_remote_code,
+        lora=Lora.of(config.model),
+    )
+    prepare_model(store.objects, store.origin, config.model, config.run.seed, scratch)
+    trainer.load(model_path(store.objects, store.origin, config.model, scratch), "start")
+    return trainer
 
 
 def find_state(

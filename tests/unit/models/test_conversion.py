@@ -212,7 +212,7 @@ def test_memory_is_that_of_a_few_tensors(tmp_path: Path, monkeypatch: pytest.Mon
     assert whole > 75e6
     argv = [sys.executable, "-c", MEASURED, tmp_path / "small", tmp_path]
     peak = int(subprocess.check_output(argv))
-    assert 0 < peak < whole / 3, (peak, whole)
+    assert 0 < peak < whole / 2, (peak, whole)
 
 
 def test_a_trainer_s_state_becomes_a_folder(tmp_path: Path) -> None:
