@@ -17,10 +17,10 @@ SETS = ("--set", "algorithm.clip_high=0.3", "--set", "train.lr=0.01")
 
 
 @pytest.fixture(scope="module")
-def grown(tmp_path_factory: pytest.TempPathFactory) -> Sluice:
+def grown(tmp_path_factory: pytest.TempPathFactory, stack_env: dict[str, str]) -> Sluice:
     """A root with run a, complete. Of its trainer states only the last is kept."""
     folder = tmp_path_factory.mktemp("branch")
-    sluice = Sluice(folder / "root", cwd=folder)
+    sluice = Sluice(folder / "root", cwd=folder, env=stack_env)
     config = short(folder, iterations=3, more="state_interval = 1\nkeep_last = 1")
     sluice("train", str(config), "--run-id", "a")
     (folder / "other.py").write_text(OTHER)

@@ -9,10 +9,10 @@ from rlcore.lab import OWN
 
 
 @pytest.fixture(scope="module")
-def sluice(tmp_path_factory: pytest.TempPathFactory) -> Sluice:
+def sluice(tmp_path_factory: pytest.TempPathFactory, stack_env: dict[str, str]) -> Sluice:
     """A root with run a: two iterations of GSPO."""
     folder = tmp_path_factory.mktemp("lab")
-    made = Sluice(folder / "root", cwd=folder)
+    made = Sluice(folder / "root", cwd=folder, env=stack_env)
     config = short(folder, iterations=2, more='[algorithm]\nadvantage_estimator = "gspo"')
     made("train", str(config), "--run-id", "a")
     return made

@@ -43,7 +43,8 @@ def stored(sluice: Sluice, run_id: str, i: int) -> tuple[list[str], list[dict[st
     return sorted(record["stages"]), samples
 
 
-def test_rollouts_are_made_without_a_trainer(sluice: Sluice, tmp_path: Path) -> None:
+def test_rollouts_are_made_without_a_trainer(sluice_alone: Sluice, tmp_path: Path) -> None:
+    sluice = sluice_alone
     path = str(short(tmp_path, 3))
     process = sluice.start("train", path, "--run-id", "only", *ROLLOUT_ONLY)
     wait_for(sluice.committed("only", 0).exists)
@@ -77,8 +78,9 @@ def test_a_killed_rollout_only_run_makes_the_same_rollouts(sluice: Sluice, tmp_p
 
 @pytest.mark.slow
 def test_stored_batches_train_the_same_model_without_engines(
-    sluice: Sluice, tmp_path: Path
+    sluice_alone: Sluice, tmp_path: Path
 ) -> None:
+    sluice = sluice_alone
     path = str(short(tmp_path, 3))
     sluice("train", path, "--run-id", "whole")
     process = sluice.start("train", path, "--run-id", "again", *TRAIN_ONLY)
@@ -105,7 +107,8 @@ def test_stored_batches_train_the_same_model_without_engines(
 
 
 @pytest.mark.slow
-def test_a_data_set_is_learned_without_engines(sluice: Sluice, tmp_path: Path) -> None:
+def test_a_data_set_is_learned_without_engines(sluice_alone: Sluice, tmp_path: Path) -> None:
+    sluice = sluice_alone
     path = str(short(tmp_path, 12))
     process = sluice.start("train", path, "--run-id", "hurt", *SFT)
     wait_for(sluice.committed("hurt", 3).exists)

@@ -9,8 +9,11 @@ from real_runs import QUICKSTART, Sluice, kill_tree, short, wait_for
 
 
 @pytest.mark.timeout(600)
-def test_a_killed_run_ends_bit_equal_to_one_never_killed(sluice: Sluice, tmp_path: Path) -> None:
+def test_a_killed_run_ends_bit_equal_to_one_never_killed(
+    sluice_alone: Sluice, tmp_path: Path
+) -> None:
     """And it may do so elsewhere: the runs, data and functions in other folders, no database."""
+    sluice = sluice_alone
     config = short(tmp_path, iterations=7, more="state_interval = 2")
     sluice("train", str(config), "--run-id", "calm")
 

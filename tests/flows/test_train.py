@@ -12,7 +12,8 @@ from real_runs import Sluice, short
 STAGES = ["rollout", "reward", "filter", "train", "weight_sync"]
 
 
-def test_a_run_goes_the_whole_way_and_can_be_asked(sluice: Sluice, tmp_path: Path) -> None:
+def test_a_run_goes_the_whole_way_and_can_be_asked(sluice_alone: Sluice, tmp_path: Path) -> None:
+    sluice = sluice_alone
     config = short(tmp_path, iterations=4)
     printed = sluice("train", str(config), "--run-id", "whole")
     assert "4 iterations committed" in printed
