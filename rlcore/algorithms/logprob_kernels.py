@@ -72,7 +72,24 @@ def logits_gradient(
     return ((chosen - p * pull) / temperature).to(logits.dtype)
 
 
+def run_compiled(
+    function: Callable[..., Any], logits: Tensor, *rows: Tensor | None, temperature: float
+) -> Any:
+    """Call a function of this module as torch compiles it, once for any number of rows above 1.
+
+    Args:
+        function: `row_statistics` or `logits_gradient`.
+        logits, temperature: its first and last argument.
+        rows: those between. They are copied: where a slice begins and how it is strided would be
+            a part of the code that is made, and the next batch have it made again.
+    """
+    given = [None if one is None else one.clone() for one in rows]
+    for tensor in (logits, *given):
+        if tensor is not None:
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)
+    return _compiled(function)(logits, *given, temperature)
+
+
 @cache
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of this module as torch compiles it, at its first call."""
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function)

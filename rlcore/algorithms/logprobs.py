@@ -34,9 +34,9 @@ from torch.autograd.function import once_differentiable
 
 from rlcore.algorithms.logprob_kernels import (
     LOWEST,
-    compiled,
     logits_gradient,
     row_statistics,
+    run_compiled,
 )
 from rlcore.errors import ConfigError, DataError
 
@@ -118,13 +118,14 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 def _statistics(z: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probs, entropies and shifts of one chunk of logits, which may be overwritten."""
     if _is_compiled(z):
-        found = compiled(row_statistics)(z, targets, temperature)
+        found = run_compiled(row_statistics, z, targets, temperature=temperature)
         return cast(tuple[Tensor, Tensor, Tensor], found)
     return _forward(z.to(_wide(z.dtype)), targets, temperature)
 
 
 def _is_compiled(z: Tensor) -> bool:
-    return z.is_cuda and z.dtype != torch.float64
+    # A single row would be compiled by itself.
+    return z.is_cuda and z.dtype != torch.float64 and len(z) > 1
 
 
 def _to_spend(z: Tensor) -> Tensor:
@@ -179,14 +180,15 @@ class _Upstream:
         """Gradient of one chunk of logits, which may be overwritten."""
         if not _is_compiled(z):
             return self._wide_grad(z.to(_wide(z.dtype)), rows)
-        found = compiled(logits_gradient)(
+        found = run_compiled(
+            logits_gradient,
             z,
             self.targets[rows],
             self.shifts[rows],
             self.log_probs[rows],
             self.entropy_value[rows],
             None if self.entropy is None else self.entropy[rows],
-            self.temperature,
+            temperature=self.temperature,
         )
         return cast(Tensor, found)
 

@@ -99,7 +99,7 @@ def packed_attention(
             f"sequence {layout.longest}) or a soft cap of {softcap}, which the fsdp trainer does "
             "not compute"
         )
-    if query.is_cuda and query.dtype in HALF and query.shape[3] == value.shape[3]:
+    if _takes_uneven(query, value):
         return _variable_length(query[0], key[0], value[0], layout, scaling)[None], None
     mixed = scaled_dot_product_attention(
         layout.spread(query),
@@ -110,6 +110,11 @@ def packed_attention(
         enable_gqa=bool(key.shape[1] != query.shape[1]),
     )
     return layout.gather(mixed), None
+
+
+def _takes_uneven(query: Tensor, value: Tensor) -> bool:
+    """Whether FlashAttention computes it."""
+    return query.is_cuda and query.dtype in HALF and query.shape[3] == value.shape[3]
 
 
 def _variable_length(

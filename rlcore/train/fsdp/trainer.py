@@ -14,8 +14,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from rlcore.algorithms.aggregate import Totals
-from rlcore.algorithms.packing import TrainSequence, pack
 from rlcore.config.tree import AlgorithmConfig, TrainConfig
 from rlcore.errors import ConfigError, TrainError
 from rlcore.images.model import blocks
@@ -29,12 +27,12 @@ from rlcore.train.base import (
 )
 from rlcore.train.custom import Functions
 from rlcore.train.fsdp import state
+from rlcore.train.fsdp.compilation import compile_layers, make_code
 from rlcore.train.fsdp.context import Context
 from rlcore.train.fsdp.critic import TrainedCritic, load_critic
 from rlcore.train.fsdp.lora import Adapters, WithoutAdapters
 from rlcore.train.fsdp.model import (
     Policy,
-    compile_layers,
     current_device,
     load_policy,
     shard,
@@ -57,9 +55,6 @@ from rlcore.train.trainer import (
 from rlcore.weights.experts import by_expert
 from rlcore.weights.export import Adapter, write_hf_folder
 from rlcore.weights.names import checkpoint_names, stored_names
-
-COMPILED_LENGTH = 256
-"""Tokens of a sequence for which the code of a step is made."""
 
 
 class FsdpTrainer(BaseTrainer):
@@ -149,30 +144,23 @@ class FsdpTrainer(BaseTrainer):
         if takes_images(model_folder):
             self.images = ImageProcessor(model_folder, trust_remote_code=self._trust_remote_code)
         if self._compiles:
-            self._compile()
+            self._make_code()
         torch.manual_seed(self._seed)
         self.loaded, self.dirty = state_id, False
 
-    def _compile(self) -> None:
-        """Have torch make the code of a step before there is one: engines start meanwhile. It is
-        made for micro-batches as large as they may be; a second one has it made for all sizes.
-        """
+    def _make_code(self) -> None:
+        """Have torch make the code of a step before there is one: engines start meanwhile."""
         policy, optimizer = self._held()
-        length = max(2, min(COMPILED_LENGTH, self._train.max_tokens // 2))
-        most = max(2, self._train.max_tokens // length)
-        for count in (most, most - 1):
-            batch = [TrainSequence([0] * length, length - 1)] * count
-            totals = Totals(count * (length - 1), count)
-            packed = pack(batch, totals, "token_mean").inputs()
-            packed = packed.to(self._device)
-            rows = packed.loss_mask.nonzero()[:, 0]
-            with torch.no_grad():
-                policy.score(packed, rows, self._temperature)
-            log_probs, entropy = policy.score(packed, rows, self._temperature)
-            used = log_probs if self._algorithm.entropy_coef == 0 else log_probs + entropy
-            (used.sum() * 0.0).backward()
+        frozen = [self._reference_of(policy), self._teacher]
+        make_code(
+            policy,
+            [Scorer(model) for model in frozen if model is not None],
+            self._device,
+            max_tokens=self._train.max_tokens,
+            temperature=self._temperature,
+            with_entropy=self._algorithm.entropy_coef != 0,
+        )
         optimizer.drop_gradients()
-        policy.expert_load.reset()
 
     def load_state(self, folder: Path, state_id: str) -> StateDigest:
         """Read a saved state in place; `load` must have built the model before."""
