@@ -66,7 +66,7 @@ class CriticNetwork(Network):
         # The last stage has no copy of the embedding.
         yield from (held for held in held_by(self.chunks, self.arch) if not held.repeated)
         for name, weight in self.head.named_parameters() if self.head is not None else ():
-            rule = Rule(f"output_layer.{name}", (TensorSpec(HEAD + name, tuple(weight.shape)),))
+            rule = Rule(f"value_head.{name}", (TensorSpec(HEAD + name, tuple(weight.shape)),))
             yield Held(
                 name=f"{len(self.chunks) - 1}.{rule.megatron}",
                 tensor=weight.detach(),
