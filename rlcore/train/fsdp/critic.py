@@ -3,7 +3,7 @@
 It has the policy's architecture and starts with its weights; only the head, one output and a bias,
 begins at random. It is sharded and stepped as the policy is.
 
-Invariant: the head depends on the seed alone, so all ranks begin with the same one.
+Invariant: all ranks begin with the same head (`rlcore.train.value_head`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-import torch
 from torch import Tensor, nn
 
 from rlcore.algorithms.packing import PackedBatch, PackedImages
@@ -20,9 +19,7 @@ from rlcore.train.fsdp.attention import SequenceLayout
 from rlcore.train.fsdp.context import Context, ContextLayout
 from rlcore.train.fsdp.model import hidden_states, load_policy
 from rlcore.train.fsdp.optimizer import ShardedAdamW
-
-HEAD_STD = 0.02
-"""Standard deviation of the head's first weights."""
+from rlcore.train.value_head import value_head
 
 
 class Critic(nn.Module):
@@ -33,11 +30,7 @@ class Critic(nn.Module):
         super().__init__()
         self.context = context
         self.body = lm.base_model
-        self.head = nn.Linear(lm.get_output_embeddings().weight.shape[1], 1)
-        with torch.no_grad():
-            chance = torch.Generator().manual_seed(seed)
-            self.head.weight.normal_(std=HEAD_STD, generator=chance)
-            self.head.bias.zero_()
+        self.head = value_head(lm.get_output_embeddings().weight.shape[1], seed)
 
     def forward(
         self,

@@ -1,10 +1,13 @@
 """Functions of one's own that the Megatron backend calls, with slime's signatures.
 
-    custom_megatron_init(args)                      when a rank's model is laid out
+    custom_megatron_init(args)                      once a process, when megatron-core is set up:
+                                                    before there is a model
     before_log_prob(args, model, store_prefix)      before log-probs of a batch by the policy (""),
-                                                    the reference ("ref_"), a teacher ("teacher_")
+                                                    the reference ("ref_") or a teacher
+                                                    ("teacher_"), and before values by the
+                                                    critic ("")
     before_train_step(args, rollout_id, step_id,    before forward and backward of an optimizer step
-        model, optimizer, opt_param_scheduler)
+        model, optimizer, opt_param_scheduler)      of the policy or the critic
 
 `model` is the list of this rank's chunks of the model, `optimizer` a `DistributedAdamW`. There is
 no scheduler, since the learning rate follows from the step: None. Every rank calls them.
@@ -25,7 +28,8 @@ from rlcore.plugins import MEGATRON, load_checked
 from rlcore.rollout.args import PluginArgs
 from rlcore.train.backend import Load, Loss
 from rlcore.train.credit import MicroBatch
-from rlcore.train.megatron.network import PolicyNetwork
+from rlcore.train.megatron.critic import TrainedCritic
+from rlcore.train.megatron.network import Network, PolicyNetwork
 from rlcore.train.megatron.optimizer import DistributedAdamW
 
 
@@ -65,15 +69,38 @@ class Hooks:
             raise PluginError(f"train.{name} raised {type(error).__name__}: {error}") from error
 
 
+class Calls:
+    """The hooks of one model in a batch."""
+
+    def __init__(self, hooks: Hooks, network: Network, prefix: str = "") -> None:
+        """`prefix`: slime's, of the log-probs that the model is asked for."""
+        self._hooks = hooks
+        self._chunks = network.chunks
+        self._prefix = prefix
+        self._scored = False
+        self._steps = 0
+
+    def before_scores(self) -> None:
+        """Log-probs or values of micro-batches are about to be computed: told once a batch."""
+        if not self._scored:
+            name = "custom_megatron_before_log_prob_hook_path"
+            self._hooks.call(name, self._chunks, self._prefix)
+        self._scored = True
+
+    def before_step(self, rollout_id: int, optimizer: DistributedAdamW) -> None:
+        """An optimizer step is about to begin."""
+        name = "custom_megatron_before_train_step_hook_path"
+        self._hooks.call(name, rollout_id, self._steps, self._chunks, optimizer, None)
+        self._steps += 1
+
+
 class Hooked:
     """A policy in a batch: what is asked of it goes by the hooks first."""
 
     def __init__(self, network: PolicyNetwork, hooks: Hooks, prefix: str = "") -> None:
-        """`prefix`: slime's, of the log-probs that it is asked for."""
+        """`prefix`: as of `Calls`."""
         self._network = network
-        self._hooks = hooks
-        self._prefix = prefix
-        self._told = False
+        self._calls = Calls(hooks, network, prefix)
 
     @property
     def expert_load(self) -> Load:
@@ -92,10 +119,7 @@ class Hooked:
 
     def score(self, micros: Sequence[MicroBatch], temperature: float) -> list[Tensor]:
         """See `Scores`."""
-        if not self._told:
-            name = "custom_megatron_before_log_prob_hook_path"
-            self._hooks.call(name, self._network.chunks, self._prefix)
-        self._told = True
+        self._calls.before_scores()
         return self._network.score(micros, temperature)
 
 
@@ -108,19 +132,29 @@ class HookedTraining(Hooked):
         super().__init__(network, hooks)
         self._optimizer = optimizer
         self._rollout_id = rollout_id
-        self._steps = 0
 
     def accumulate(
         self, micros: Sequence[MicroBatch], loss: Loss, *, scale: float, temperature: float | None
     ) -> list[Metrics]:
         """See `TrainedPolicy`."""
-        self._hooks.call(
-            "custom_megatron_before_train_step_hook_path",
-            self._rollout_id,
-            self._steps,
-            self._network.chunks,
-            self._optimizer,
-            None,
-        )
-        self._steps += 1
+        self._calls.before_step(self._rollout_id, self._optimizer)
         return self._network.accumulate(micros, loss, scale=scale, temperature=temperature)
+
+
+class HookedCritic:
+    """The critic that is trained on a batch."""
+
+    def __init__(self, critic: TrainedCritic, hooks: Hooks, rollout_id: int) -> None:
+        self._critic = critic
+        self._calls = Calls(hooks, critic.model)
+        self._rollout_id = rollout_id
+
+    def values(self, micros: Sequence[MicroBatch]) -> list[Tensor]:
+        """See `CriticModel`."""
+        self._calls.before_scores()
+        return self._critic.model.values(micros)
+
+    def accumulate(self, micros: Sequence[MicroBatch], loss: Loss) -> list[Metrics]:
+        """See `CriticModel`."""
+        self._calls.before_step(self._rollout_id, self._critic.optimizer)
+        return self._critic.model.accumulate(micros, loss)

@@ -178,20 +178,26 @@ class Network:
 
     # --- what hidden states come to ---------------------------------------------------------------
 
-    def at_rows(self, micro: MicroBatch, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    def at_rows(
+        self, micro: MicroBatch, hidden: Tensor, *, alike: bool = False
+    ) -> tuple[Tensor, Tensor]:
         """Hidden states at those rows of a micro-batch that this rank has, and which of the rows
-        they are; gradients are of a sum over tensor-parallel ranks.
+        they are.
+
+        Args:
+            alike: tensor-parallel ranks all go on with the same; else gradients are of a sum over
+                what each makes of them.
         """
         tensor = parallel_state.get_tensor_model_parallel_group()
         if self.layout.sequence_parallel and tensor.size() > 1:
-            hidden = gather_from_sequence_parallel_region(hidden, group=tensor)
+            hidden = gather_from_sequence_parallel_region(hidden, not alike, group=tensor)
         hidden = hidden[:, 0]
         first = len(hidden) * parallel_state.get_context_parallel_rank()
         at = torch.arange(len(micro.rows), device=micro.rows.device)
         if self.layout.context_parallel > 1:
             at = ((micro.rows >= first) & (micro.rows < first + len(hidden))).nonzero()[:, 0]
         chosen = hidden.index_select(0, micro.rows[at] - first)
-        if not self.layout.sequence_parallel and tensor.size() > 1:
+        if not self.layout.sequence_parallel and tensor.size() > 1 and not alike:
             chosen = copy_to_tensor_model_parallel_region(chosen, group=tensor)
         return chosen, at
 
@@ -203,10 +209,22 @@ class Network:
         group = parallel_state.get_context_parallel_group()
         return cast(Tensor, reduce_from_tensor_model_parallel_region(spread, group=group))
 
-    def told_all(self, found: list[Any]) -> list[Any]:
-        """What the last stage came to, on all stages."""
+    def all_metrics(self, found: list[list[Metrics]]) -> list[Metrics]:
+        """Of all micro-batches, as the last stage found them, on all stages."""
         stages = parallel.stages()
-        return cast(list[Any], parallel.spread_object(found, stages, stages.size - 1))
+        told = parallel.spread_object(found, stages, stages.size - 1)
+        return [metrics for one in told for metrics in one]
+
+    def all_values(self, found: list[Tensor], micros: Sequence[MicroBatch]) -> list[Tensor]:
+        """[M] of each micro-batch, as the last stage found them, on all stages."""
+        stages = parallel.stages()
+        if stages.size == 1 or not micros:
+            return found
+        lengths = [len(micro.rows) for micro in micros]
+        device = micros[0].rows.device
+        joined = torch.cat(found) if found else torch.zeros(sum(lengths), device=device)
+        parallel.spread(joined, stages, stages.size - 1)
+        return list(joined.split(lengths))
 
 
 class NoLoad:
@@ -234,15 +252,7 @@ class PolicyNetwork(Network):
             log_probs, _ = self._log_probs(micros[number], hidden, temperature)
             return log_probs.sum(), log_probs
 
-        found = self.run(micros, finish, train=False)
-        stages = parallel.stages()
-        if stages.size == 1:
-            return found
-        lengths = [len(micro.rows) for micro in micros]
-        device = micros[0].rows.device
-        joined = torch.cat(found) if found else torch.zeros(sum(lengths), device=device)
-        parallel.spread(joined, stages, stages.size - 1)
-        return list(joined.split(lengths))
+        return self.all_values(self.run(micros, finish, train=False), micros)
 
     def accumulate(
         self, micros: Sequence[MicroBatch], loss: Loss, *, scale: float, temperature: float | None
@@ -259,8 +269,7 @@ class PolicyNetwork(Network):
             value, told = loss(micro, answer)
             return value * scale, told
 
-        found = self.run(micros, finish, train=True)
-        return [metrics for told in self.told_all(found) for metrics in told]
+        return self.all_metrics(self.run(micros, finish, train=True))
 
     def _output_weight(self) -> tuple[Tensor, int]:
         """This rank's rows of the output layer without padding, and the id of the first."""

@@ -198,6 +198,10 @@ class DistributedAdamW:
         """Where those of a step add up."""
         return (piece.gradient for piece in self._pieces)
 
+    def collected(self) -> Iterator[Tensor]:
+        """What `collect_gradients` came to, this rank's share."""
+        return (piece.master.grad for piece in self._pieces if piece.master.grad is not None)
+
     def tensors(self, kind: Kind) -> Iterator[Tensor]:
         """This rank's share of the master weights, or of a moment."""
         return (self._held(kind, piece) for piece in self._pieces)

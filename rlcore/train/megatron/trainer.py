@@ -10,60 +10,45 @@ all ranks.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import torch
-import torch.distributed as dist
+from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
 from rlcore.algorithms.flops import ModelShape
 from rlcore.config.tree import AlgorithmConfig, Scalar, TrainConfig
 from rlcore.conversion.sources import HfFolder, Weights
 from rlcore.errors import ConfigError, TrainError
-from rlcore.images.processor import ImageProcessor
+from rlcore.models.architecture import Architecture
 from rlcore.models.hf_config import read_hf_config
-from rlcore.train.backend import Models
-from rlcore.train.base import (
-    TORCH_DTYPES,
-    BaseTrainer,
-    check_teacher_folder,
-    check_vocabularies,
-)
-from rlcore.train.custom import Functions
+from rlcore.train.backend import Critic, Models
+from rlcore.train.base import TORCH_DTYPES, BaseTrainer
 from rlcore.train.fsdp.model import current_device
-from rlcore.train.fsdp.shards import ShardWriter
-from rlcore.train.loop import BatchLoop, LoopSettings
+from rlcore.train.fsdp.state import holds_reference
 from rlcore.train.megatron import parallel, state
 from rlcore.train.megatron.cpu import without_cuda
+from rlcore.train.megatron.critic import CriticNetwork, CriticPart, TrainedCritic, with_head
 from rlcore.train.megatron.held import Held, held_by
-from rlcore.train.megatron.hooks import Hooked, HookedTraining, Hooks
+from rlcore.train.megatron.hooks import Hooked, HookedCritic, HookedTraining, Hooks
 from rlcore.train.megatron.model import build_model
-from rlcore.train.megatron.network import PolicyNetwork
+from rlcore.train.megatron.network import Network, PolicyNetwork
 from rlcore.train.megatron.optimizer import MOMENTS, DistributedAdamW
 from rlcore.train.megatron.settings import Settings, check_layout
-from rlcore.train.megatron.weights import load_weights, own_share, united
-from rlcore.train.offload import give_back_cache
+from rlcore.train.megatron.weights import ReadTensor, load_weights, own_share, united
 from rlcore.train.out_of_memory import bytes_of_all
-from rlcore.train.rates import learning_rate
-from rlcore.train.trainer import (
-    DType,
-    Lora,
-    StateDigest,
-    TrainBatch,
-)
-from rlcore.weights.export import Adapter, write_hf_folder
+from rlcore.train.trainer import DType, Lora, StateDigest, TrainBatch
+from rlcore.train.value_head import value_head
+from rlcore.weights.export import Adapter
 from rlcore.weights.megatron import Rule, rules
 
 
-class MegatronTrainer(BaseTrainer):
+class MegatronTrainer(BaseTrainer[PolicyNetwork, DistributedAdamW]):
     """See the protocol for what each method does."""
-
-    images: ImageProcessor | None = None
-    """No model here takes any."""
 
     def __init__(
         self,
@@ -77,147 +62,139 @@ class MegatronTrainer(BaseTrainer):
         lora: Lora | None = None,
         megatron: Mapping[str, Scalar] | None = None,
     ) -> None:
-        """`temperature` is the rollout's; `device` is `cpu` or `cuda` (this process's current
-        one); `megatron` are settings by megatron-core's names.
+        """
+        Args:
+            train, algorithm, temperature, seed: see `BaseTrainer`.
+            device: `cpu` or `cuda` (this process's current one).
+            trust_remote_code: there is none to run: models are megatron-core's.
+            lora: refused.
+            megatron: settings by megatron-core's names.
 
         Raises:
             ConfigError: a setting that this backend does not have, or a layout that does not fit.
         """
-        super().__init__(train, algorithm, current_device(device))
-        self._temperature = temperature
-        self._seed = seed
+        where = current_device(device)
+        super().__init__(train, algorithm, temperature=temperature, seed=seed, device=where)
         self._settings = Settings.of(megatron or {}, train)
-        _check(algorithm, train, lora)
+        _check(train, lora)
         self._hooks = Hooks(train, megatron or {})
         parallel.set_up(self._settings.layout)
         self.ranks = parallel.data_ranks()
-        self._folder: Path | None = None
-        self._policy: PolicyNetwork | None = None
-        self._reference: PolicyNetwork | None = None
-        self._teacher: PolicyNetwork | None = None
-        self._optimizer: DistributedAdamW | None = None
+        self._critic: TrainedCritic | None = None
         self._held_tensors: list[Held] = []
         self._homes: dict[int | None, int] = {}
-        self._writer = ShardWriter()
+        self._hooks.call("custom_megatron_init_path")
 
     # --- state ------------------------------------------------------------------------------------
 
-    def load(self, model_folder: Path, state_id: str) -> None:
-        """Build policy, optimizer and, where a divergence is asked for, the frozen reference,
-        from a Hugging Face folder.
-        """
-        self.loaded, self.dirty = None, True
-        self._offload.take_back(weights_only=False)
-        self._policy = self._optimizer = None
-        self._policy = self._build(model_folder)
-        if self._algorithm.needs_reference and self._reference is None:
-            self._reference = self._build(model_folder)
-        if self._algorithm.opd_teacher_load and self._teacher is None:
-            self._teacher = self._build_teacher(Path(self._algorithm.opd_teacher_load))
-        self._held_tensors = list(held_by(self._policy.chunks, self._policy.arch))
-        weights = [weight for held in self._held_tensors if (weight := held.weight) is not None]
-        self._optimizer = DistributedAdamW(weights, self._train, divided=self._settings.divided)
-        if self._train.precision != "float32":
-            # Masters are the folder's weights, not what the precision of the model left of them.
-            stored = Weights(self._policy.arch, HfFolder(model_folder))
-            for held in self._held_tensors:
-                if held.parameter is not None:
-                    whole = own_share(held.rule, stored.read, held.tensor)
-                    self._optimizer.write("model", held.name, whole.to(self._device))
+    def _load_trained(self, folder: Path) -> None:
+        self._policy = self._optimizer = self._critic = None
+        self._policy = policy = self._build(folder)
+        self._held_tensors = list(held_by(policy.chunks, policy.arch))
         self._homes = _homes(self._held_tensors)
-        self._writer = ShardWriter()
-        self._folder = model_folder
-        self._hooks.call("custom_megatron_init_path")
-        torch.manual_seed(self._seed)
-        self.loaded, self.dirty = state_id, False
+        stored = Weights(policy.arch, HfFolder(folder))
+        self._optimizer = self._build_optimizer(self._held_tensors, self._train, stored.read)
+        if self._algorithm.has_critic:
+            self._critic = self._build_critic(folder)
 
-    def load_state(self, folder: Path, state_id: str) -> StateDigest:
-        """Read a saved state in place; `load` must have built the model before."""
-        self._held()
+    def _build_optimizer(
+        self, tensors: Sequence[Held], train: TrainConfig, read: ReadTensor
+    ) -> DistributedAdamW:
+        """Over all weights of a model that was `read`."""
+        weights = [weight for held in tensors if (weight := held.weight) is not None]
+        optimizer = DistributedAdamW(weights, train, divided=self._settings.divided)
+        if train.precision != "float32":
+            # Masters are the folder's weights, not what the precision of the model left of them.
+            for held in tensors:
+                if held.parameter is not None:
+                    whole = own_share(held.rule, read, held.tensor)
+                    optimizer.write("model", held.name, whole.to(self._device))
+        return optimizer
+
+    def _read_state(self, folder: Path) -> StateDigest:
         assert self._folder is not None
-        self.loaded, self.dirty = None, True
-        digest = state.load(folder, self._parts(), self._folder)
-        self.loaded, self.dirty = state_id, False
-        return digest
+        stored = holds_reference(folder)
+        self._settle_reference(stored=stored)
+        own = {held.name: held.tensor for held in self._reference_tensors()}
 
-    def save_state(self, folder: Path) -> None:
-        """Write this rank's share of the state that is held."""
-        self._held()
-        if self.dirty:
-            raise TrainError(
-                "the trainer stopped in the middle of a batch, so it holds no state to save"
-            )
-        state.save(folder, self._parts(), self._writer)
+        def take(held: Held, share: Tensor) -> None:
+            if held.name in own:
+                own[held.name].copy_(share)
+
+        return state.load(folder, self._parts(), take if stored else None, self._folder)
+
+    def _write_state(self, folder: Path) -> None:
+        state.save(folder, self._parts(), self._reference_tensors(), self._writer)
 
     def digest(self) -> StateDigest:
         """Digests of what is held."""
-        self._held()
-        return state.digest(self._parts())
-
-    def _build(self, folder: Path) -> PolicyNetwork:
-        if not (folder / "config.json").is_file():
-            raise ConfigError(
-                f"model.path: {folder} has no config.json; give a Hugging Face model folder"
-            )
-        arch = read_hf_config(folder)
-        layout = self._settings.layout
-        check_layout(arch, layout)
-        weights = Weights(arch, HfFolder(folder))
-        runs = range(layout.virtual_pipeline) if layout.virtual_pipeline else (None,)
-        with without_cuda():
-            chunks = [
-                build_model(arch, layout, self._train.precision, self._settings.more, run)
-                for run in runs
-            ]
-            for chunk in chunks:
-                load_weights(chunk.train(), arch, weights.read)
-        shape = ModelShape.of(SimpleNamespace(**json.loads((folder / "config.json").read_text())))
-        return PolicyNetwork(chunks, arch, layout, shape)
-
-    def _build_teacher(self, folder: Path) -> PolicyNetwork:
-        check_teacher_folder(folder)
-        teacher, policy = self._build(folder), self._policy
-        assert policy is not None
-        check_vocabularies(folder, policy.arch.vocab_size, teacher.arch.vocab_size)
-        return teacher
-
-    def _held(self, *, weights_only: bool = False) -> tuple[PolicyNetwork, DistributedAdamW]:
-        if self._policy is None or self._optimizer is None:
-            raise TrainError("the trainer holds no model yet; call load first")
-        self._offload.check(weights_only=weights_only)
-        return self._policy, self._optimizer
+        return state.digest(self._parts(), self._reference_tensors())
 
     def _parts(self) -> list[state.Part]:
         _, optimizer = self._held()
-        return [state.Part(self._held_tensors, optimizer)]
+        parts = [state.Part(self._held_tensors, optimizer)]
+        if self._critic is not None:
+            parts.append(CriticPart(self._critic.held, self._critic.optimizer))
+        return parts
+
+    def _reference_tensors(self) -> list[Held]:
+        """Those of a reference that follows the policy."""
+        following = self._following
+        return [] if following is None else list(held_by(following.chunks, following.arch))
+
+    def _build(self, folder: Path) -> PolicyNetwork:
+        arch, shape = _described(folder)
+        chunks = self._build_chunks(arch)
+        weights = Weights(arch, HfFolder(folder))
+        for chunk in chunks:
+            load_weights(chunk, arch, weights.read)
+        return PolicyNetwork(chunks, arch, self._settings.layout, shape)
+
+    def _build_chunks(self, arch: Architecture) -> list[GPTModel]:
+        """This rank's runs of layers, with weights yet to be loaded."""
+        layout = self._settings.layout
+        check_layout(arch, layout)
+        runs = range(layout.virtual_pipeline) if layout.virtual_pipeline else (None,)
+        precision, more = self._train.precision, self._settings.more
+        with without_cuda():
+            return [build_model(arch, layout, precision, more, run).train() for run in runs]
+
+    def _build_critic(self, folder: Path) -> TrainedCritic:
+        arch, shape = _described(folder)
+        chunks = self._build_chunks(arch.model_copy(update={"tie_word_embeddings": False}))
+        head = value_head(arch.hidden_size, self._seed)
+        critic = CriticNetwork(chunks, arch, self._settings.layout, shape, deepcopy(head))
+        read = with_head(Weights(critic.arch, HfFolder(folder)).read, head)
+        tensors = list(critic.held())
+        for held in tensors:
+            held.tensor.copy_(own_share(held.rule, read, held.tensor))
+        optimizer = self._build_optimizer(tensors, self._critic_train, read)
+        return TrainedCritic(critic, optimizer, tensors)
+
+    def _vocabulary(self, model: PolicyNetwork) -> int:
+        return model.arch.vocab_size
+
+    def _tensors_of(self, model: PolicyNetwork) -> Iterator[Tensor]:
+        return (p.detach() for p in _weights_of(model))
 
     # --- training ---------------------------------------------------------------------------------
 
-    def _loop(self, algorithm: AlgorithmConfig, batch: TrainBatch) -> BatchLoop:
+    def _models(self, algorithm: AlgorithmConfig, batch: TrainBatch) -> Models:
         policy, optimizer = self._held()
-        total = self._train.num_iterations * self._train.num_steps_per_rollout
-        settings = LoopSettings(
-            algorithm=algorithm,
-            temperature=self._temperature,
-            clip_grad=self._train.clip_grad,
-            lr=lambda step: learning_rate(step, total, self._train),
-            device=self._device,
-        )
-        hooks, reference, teacher = self._hooks, self._reference, self._teacher
-        models = Models(
-            HookedTraining(policy, hooks, optimizer, batch.iteration),
+        hooks, iteration = self._hooks, batch.iteration
+        critic = self._critic if algorithm.has_critic else None
+        reference, teacher = self._reference, self._teacher if algorithm.opd_teacher_load else None
+        return Models(
+            HookedTraining(policy, hooks, optimizer, iteration),
             optimizer,
             self.ranks,
+            critic=critic and Critic(HookedCritic(critic, hooks, iteration), critic.optimizer),
             reference=None if reference is None else Hooked(reference, hooks, "ref_"),
             teacher=None if teacher is None else Hooked(teacher, hooks, "teacher_"),
         )
-        return BatchLoop(models, settings, batch, Functions(algorithm, self._temperature))
 
-    def _stepped(self) -> DistributedAdamW:
-        return self._held()[1]
-
-    def _follow(self, iteration: int) -> None:
-        """Nothing: a reference that follows the policy is refused."""
+    def _gradient(self) -> Iterator[Tensor]:
+        return self._held()[1].collected()
 
     def _scores(self) -> PolicyNetwork:
         return self._held(weights_only=True)[0]
@@ -267,52 +244,53 @@ class MegatronTrainer(BaseTrainer):
         first = rule.megatron == "embedding.word_embeddings.weight"
         return 0 if first else parallel.stages().size - 1
 
-    def export_hf(self, folder: Path, dtype: DType) -> None:
-        """Write config, tokenizer and weights; see `write_hf_folder`."""
-        self._held(weights_only=True)
-        if self._folder is None or self.dirty:
-            raise TrainError(
-                "the trainer stopped in the middle of a batch, so its weights are no model to "
-                "export"
-            )
-        tensors = self.named_tensors(dtype)
-        if dist.get_rank() == 0:
-            write_hf_folder(folder, self._folder, tensors, dtype)
-        else:
-            for _ in tensors:
-                pass
-
     def adapter(self) -> Adapter:
         """There is none: adapters are refused."""
         raise TrainError("the Megatron backend trains no adapters; use train.backend = 'fsdp'")
 
-    def offload(self) -> None:
-        """Gradients, which no state holds, are dropped."""
-        if self._policy is None or self._optimizer is None:
-            return
-        self._optimizer.drop_gradients()
-        # Exports in float32 are of the master weights.
-        weights = chain(_weights_of(self._policy), self._optimizer.tensors("model"))
-        moments = (moment for kind in MOMENTS for moment in self._optimizer.tensors(kind))
-        frozen = chain(_weights_of(self._reference), _weights_of(self._teacher))
-        self._offload.put_away(weights, chain(moments, self._optimizer.gradients(), frozen))
-        give_back_cache(self._device)
+    def _optimizers(self) -> Iterator[DistributedAdamW]:
+        if self._optimizer is not None:
+            yield self._optimizer
+        if self._critic is not None:
+            yield self._critic.optimizer
+
+    def _for_export(self) -> Iterator[Tensor]:
+        yield from _weights_of(self._policy)
+        if self._optimizer is not None:
+            # Exports in float32 are of the master weights.
+            yield from self._optimizer.tensors("model")
+
+    def _for_training(self) -> Iterator[Tensor]:
+        for optimizer in self._optimizers():
+            yield from chain(*map(optimizer.tensors, MOMENTS), optimizer.gradients())
+        if self._critic is not None:
+            yield from _weights_of(self._critic.model)
+            yield from self._critic.optimizer.tensors("model")
+        yield from chain(_weights_of(self._reference), _weights_of(self._teacher))
 
     def _sizes(self) -> dict[str, int]:
-        policy, optimizer = self._held()
-        frozen = chain(_weights_of(self._reference), _weights_of(self._teacher))
-        moments = (moment for kind in MOMENTS for moment in optimizer.tensors(kind))
+        critic = self._critic and self._critic.model
+        optimizers = list(self._optimizers())
         tensors: dict[str, Iterable[Tensor | None]] = {
-            "parameters": _weights_of(policy),
-            "master weights": optimizer.tensors("model"),
-            "moments": moments,
-            "gradients": optimizer.gradients(),
-            "frozen models": frozen,
+            "parameters": chain(_weights_of(self._policy), _weights_of(critic)),
+            "master weights": (t for o in optimizers for t in o.tensors("model")),
+            "moments": (t for o in optimizers for kind in MOMENTS for t in o.tensors(kind)),
+            "gradients": (t for o in optimizers for t in o.gradients()),
+            "frozen models": chain(_weights_of(self._reference), _weights_of(self._teacher)),
         }
         return {name: bytes_of_all(found, self._device) for name, found in tensors.items()}
 
 
-def _weights_of(network: PolicyNetwork | None) -> Iterator[Tensor]:
+def _described(folder: Path) -> tuple[Architecture, ModelShape]:
+    """What a folder says of its model."""
+    if not (config := folder / "config.json").is_file():
+        raise ConfigError(
+            f"model.path: {folder} has no config.json; give a Hugging Face model folder"
+        )
+    return read_hf_config(folder), ModelShape.of(SimpleNamespace(**json.loads(config.read_text())))
+
+
+def _weights_of(network: Network | None) -> Iterator[Tensor]:
     """This rank's weights of a network, where there is one."""
     for chunk in network.chunks if network is not None else ():
         yield from chunk.parameters()
@@ -325,12 +303,10 @@ def _homes(held: list[Held]) -> dict[int | None, int]:
     return {layer: stage for stage, layers in enumerate(stages.gather(own)) for layer in layers}
 
 
-def _check(algorithm: AlgorithmConfig, train: TrainConfig, lora: Lora | None) -> None:
+def _check(train: TrainConfig, lora: Lora | None) -> None:
     """Raises for what this backend does not do."""
-    refused: dict[str, Any] = {
+    refused = {
         "model.lora_rank": lora is not None,
-        "algorithm.advantage_estimator = 'ppo'": algorithm.has_critic,
-        "algorithm.ref_update_interval": algorithm.ref_update_interval is not None,
         "train.optimizer_cpu_offload": train.optimizer_cpu_offload,
     }
     for name, asked in refused.items():
