@@ -35,6 +35,7 @@ from torch import Tensor
 from rlcore.errors import ConfigError
 from rlcore.models.architecture import Architecture
 from rlcore.train.megatron.attention import TorchAttention
+from rlcore.train.megatron.router import Router
 from rlcore.train.trainer import DType
 from rlcore.weights.megatron import FAMILIES, LOCAL_NAMES
 
@@ -104,7 +105,7 @@ def build_model(
     spec = get_gpt_decoder_block_spec(
         config, use_transformer_engine=fused, normalization="RMSNorm", vp_stage=chunk
     )
-    _own_attention(spec)
+    _own_parts(spec)
     if not fused:
         _without_engine(spec, arch)
     if arch.model_type == "glm4":
@@ -259,10 +260,21 @@ def _layers(spec: TransformerBlockSubmodules) -> Iterable[ModuleSpec]:
     return {id(one): one for one in spec.layer_specs}.values()
 
 
-def _own_attention(spec: TransformerBlockSubmodules) -> None:
+def _own_parts(spec: TransformerBlockSubmodules) -> None:
+    """Attention and routers."""
     for layer in _layers(spec):
         attention = layer.submodules.self_attention.submodules
         attention.core_attention = TorchAttention
+        of_mlp = _of_mlp(layer)
+        if hasattr(of_mlp, "router"):
+            of_mlp.router = Router
+
+
+def _of_mlp(layer: ModuleSpec) -> Any:
+    """What a layer's feed-forward part is made of."""
+    # A function with arguments from 0.19 on.
+    given = getattr(layer.submodules.mlp, "keywords", None)
+    return given["submodules"] if given else layer.submodules.mlp.submodules
 
 
 def _without_engine(spec: TransformerBlockSubmodules, arch: Architecture) -> None:
@@ -274,10 +286,7 @@ def _without_engine(spec: TransformerBlockSubmodules, arch: Architecture) -> Non
             for name, module in vars(part).items():
                 if name.endswith("layernorm") and module is not IdentityOp:
                     setattr(part, name, RmsNorm)
-        # A function with arguments from 0.19 on.
-        given = getattr(parts.mlp, "keywords", None)
-        of_mlp = given["submodules"] if given else parts.mlp.submodules
-        sparse = hasattr(of_mlp, "experts")
+        sparse = hasattr(_of_mlp(layer), "experts")
         parts.sharded_state_dict_keys_map = {
             own.removesuffix("weight"): stored.removesuffix("weight")
             for stored, own in LOCAL_NAMES.items()

@@ -110,6 +110,12 @@ class MegatronTrainer(BaseTrainer):
         self._offload.take_back(weights_only=False)
         self._policy = self._optimizer = None
         self._policy = self._build(model_folder)
+        self._policy.routers.replays = True
+        self._policy.routers.watches = self._train.use_routing_replay
+        if self._train.use_routing_replay and not self._policy.arch.num_experts:
+            raise ConfigError(
+                "train.use_routing_replay = true, but the model has no experts; set it to false"
+            )
         if self._algorithm.needs_reference and self._reference is None:
             self._reference = self._build(model_folder)
         if self._algorithm.opd_teacher_load and self._teacher is None:

@@ -1,0 +1,235 @@
+"""Routers of a mixture of experts: megatron-core's, each of which knows the tokens that it is given.
+
+From that it tells padding from tokens, counts those of each expert, and chooses the experts that
+are to be replayed.
+
+A layer that is computed again in backward must find the tokens that it had. By then other
+micro-batches have passed, but a layer has them come back in the order in which they came: what
+passes through in training without gradients is kept in line until it comes again with them.
+
+Invariants:
+- A token counts once however often activations are computed again; padding, and a token that only
+  keeps a rank company, does not.
+- Only the choice is replaced. What the chosen experts weigh is computed by megatron-core from the
+  router's own scores, so the gradient of the router is that of the experts it is told.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor
+
+from rlcore.errors import TrainError
+from rlcore.models.architecture import Architecture
+from rlcore.routing import check_recorded
+from rlcore.train.credit import MicroBatch
+from rlcore.train.expert_load import load_figures
+
+
+@dataclass(eq=False)
+class Tokens:
+    """Those of a micro-batch that this rank's routers get."""
+
+    first: int
+    """Where they begin among all of the micro-batch, padding included."""
+    count: int
+    """How many there are."""
+    real: int
+    """How many of them, the first ones, are no padding."""
+    trained: bool
+    """Whether they come back in backward."""
+    counted: bool
+    """Whether the use of experts is counted: they are trained on, and samples'."""
+    given: Tensor | None = None
+    """int64 [count, layers, k] experts to choose; None: routers choose themselves."""
+    chosen: Tensor | None = None
+    """The same, where choices are watched: filled as they pass through."""
+
+
+class Choice:
+    """What megatron-core asks for the experts of tokens, in the place of its `RouterReplay`."""
+
+    def __init__(self) -> None:
+        self.given: Tensor | None = None
+        """int64 [tokens, k]; None: the best by their scores."""
+        self.made: Tensor | None = None
+        """int64 [tokens, k]: the last choice."""
+
+    def get_replay_topk(
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None,
+        group_topk: int | None,
+        default_compute_topk: Callable[..., tuple[Tensor, Tensor]],
+    ) -> tuple[Tensor, Tensor]:
+        """Scores and indices [tokens, k]; megatron-core's name and arguments."""
+        if self.given is None:
+            values, self.made = default_compute_topk(scores, topk, num_groups, group_topk)
+            return values, self.made
+        self.made = self.given
+        return scores.gather(1, self.given), self.given
+
+
+class Router(TopKRouter):
+    """One layer's."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.router_replay = self.choice = Choice()
+        self.now: Tokens | None = None
+        """What passes through next, where it is not computed again."""
+        self.again: deque[Tokens] = deque()
+        """What will be computed again."""
+        self.layer = -1
+        """Its number in the model, from 0 on."""
+        self.load: Tensor | None = None
+        """int64 [experts]: tokens that each was given."""
+
+    def forward(self, hidden: Tensor, padding_mask: Tensor | None = None) -> Any:
+        """Probabilities and choice of experts for each of this rank's tokens."""
+        if self.now is None:
+            return super().forward(hidden)
+        if repeated := torch.is_grad_enabled() and len(self.again) > 0:
+            tokens = self.again.popleft()
+        else:
+            tokens = self.now
+            if tokens.trained and not torch.is_grad_enabled():
+                self.again.append(tokens)
+        given = tokens.given
+        self.choice.given = None if given is None else given[:, self.layer]
+        self.choice.made = None
+        probs, routed = super().forward(hidden, _padding(tokens, hidden))
+        if not repeated:
+            self._note(tokens, routed)
+        return probs, routed
+
+    def _note(self, tokens: Tokens, routed: Tensor) -> None:
+        """Look at what came of tokens that passed for the first time; `routed` is [T, experts]."""
+        made = self.choice.made
+        if made is None and not (tokens.given is None and tokens.chosen is None):
+            raise TrainError(
+                f"layer {self.layer} chooses its experts in a way that cannot be told "
+                "(megatron.moe_router_fusion?), so that routing can be neither recorded nor "
+                "replayed (use_routing_replay, use_rollout_routing_replay)"
+            )
+        if tokens.chosen is not None:
+            tokens.chosen[:, self.layer] = made
+        if tokens.counted:
+            found = routed[: tokens.real].sum(0, dtype=torch.int64)
+            self.load = found if self.load is None else self.load + found
+
+    def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
+        """Nothing: `load` has the counts."""
+
+
+class Routers:
+    """Those of this rank's runs of layers."""
+
+    def __init__(self, chunks: Sequence[GPTModel], arch: Architecture) -> None:
+        self.replays = False
+        """Whether experts that come with micro-batches are chosen: a reference chooses itself."""
+        self.watches = False
+        """Whether micro-batches that are scored get the experts that were chosen."""
+        self._arch = arch
+        self._device = next(chunks[0].parameters()).device
+        self._here: dict[int, Router] = {}
+        for chunk in chunks:
+            for layer in chunk.decoder.layers:
+                router = getattr(layer.mlp, "router", None)
+                if isinstance(router, Router):
+                    router.layer = layer.layer_number - 1
+                    self._here[router.layer] = router
+
+    # --- tokens -----------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Before micro-batches are passed through: nothing is to come back."""
+        self.take(None)
+        for router in self._here.values():
+            router.again.clear()
+
+    def take(self, tokens: Tokens | None) -> None:
+        """What passes through next."""
+        for router in self._here.values():
+            router.now = tokens
+
+    def tokens(self, micro: MicroBatch, first: int, count: int, *, trained: bool) -> Tokens:
+        """This rank's tokens of a micro-batch: `count` from `first` on, some of them padding.
+
+        Raises:
+            TrainError: the experts that come with it are not those of such a model.
+        """
+        real = min(max(len(micro.packed.input_ids) - first, 0), count)
+        tokens = Tokens(first, count, real, trained, counted=trained and not micro.empty)
+        if not self._here:
+            return tokens
+        if self.replays and (experts := micro.packed.experts) is not None:
+            self._check(experts)
+            tokens.given = self._any(count, experts.device)
+            tokens.given[:real] = experts[first : first + real]
+        elif self.watches and not trained:
+            tokens.chosen = self._any(count, micro.rows.device)
+        return tokens
+
+    def record(self, micro: MicroBatch, tokens: Tokens) -> None:
+        """Have a micro-batch keep the experts that were chosen for it, where they are watched; all
+        ranks that have a part of its tokens call it. Layers of other stages stay 0.
+        """
+        if tokens.chosen is None:
+            return
+        whole = tokens.chosen.new_zeros(len(micro.packed.input_ids), *tokens.chosen.shape[1:])
+        whole[tokens.first : tokens.first + tokens.real] = tokens.chosen[: tokens.real]
+        dist.all_reduce(whole, group=parallel_state.get_tensor_and_context_parallel_group())
+        micro.packed = replace(micro.packed, experts=whole.int())
+
+    def _any(self, count: int, device: torch.device) -> Tensor:
+        """int64 [count, layers, k]: some experts or other, as padding needs them."""
+        layers, k = self._arch.num_hidden_layers, self._arch.num_experts_per_tok
+        return torch.arange(k, device=device).repeat(count, layers, 1)
+
+    def _check(self, experts: Tensor) -> None:
+        wanted = [self._arch.num_hidden_layers, self._arch.num_experts_per_tok]
+        if list(experts.shape[1:]) != wanted:
+            raise TrainError(
+                f"experts {list(experts.shape[1:])} a token are to be replayed (layers, experts), "
+                f"but the model chooses {wanted}"
+            )
+        check_recorded(experts, sorted(self._here))
+
+    # --- how experts are used ---------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """See `Load`."""
+        for router in self._here.values():
+            router.load = None
+
+    def figures(self) -> dict[str, float]:
+        """See `Load`."""
+        sparse = [k for k in range(self._arch.num_hidden_layers) if self._arch.is_sparse(k)]
+        if not sparse:
+            return {}
+        counts = torch.zeros(len(sparse), self._arch.num_experts, dtype=torch.int64)
+        for row, layer in enumerate(sparse):
+            if layer in self._here and (load := self._here[layer].load) is not None:
+                counts[row] = load
+        counts = counts.to(self._device)
+        dist.all_reduce(counts)
+        return load_figures(counts)
+
+
+def _padding(tokens: Tokens, hidden: Tensor) -> Tensor | None:
+    """bool like the tokens of `hidden` [T, B, H]: which are padding; None: none is."""
+    if tokens.real == tokens.count:
+        return None
+    at = torch.arange(tokens.count, device=hidden.device)
+    return (at >= tokens.real).view(hidden.shape[:2])
