@@ -42,6 +42,9 @@ from rlcore.weights.megatron import FAMILIES, LOCAL_NAMES
 LLAMA3_SCALING = (1.0, 4.0, 8192)
 """The only low and high frequency factors and original length that megatron-core computes."""
 
+BALANCING = ("none", "aux_loss", "seq_aux_loss")
+"""Losses of an uneven use of experts, counted over a micro-batch."""
+
 HAS_ENGINE = find_spec("transformer_engine") is not None
 if not HAS_ENGINE:
     # 0.16 takes these for its own where Transformer Engine is missing.
@@ -176,6 +179,7 @@ def transformer_config(
         "use_cpu_initialization": not torch.cuda.is_available(),
         "perform_initialization": False,
     }
+    _check_balancing(arch, more)
     kind = MLATransformerConfig if arch.is_latent else TransformerConfig
     values |= _latent(arch) if arch.is_latent else {"kv_channels": arch.head_dim}
     if arch.num_experts:
@@ -205,6 +209,23 @@ def _check(arch: Architecture) -> None:
         raise ConfigError(
             f"megatron-core computes no {scaling.rope_type!r} scaling of rotary positions like "
             "this model's; use train.backend = 'fsdp'"
+        )
+
+
+def _check_balancing(arch: Architecture, more: Mapping[str, Any]) -> None:
+    """Whether what is to even out the use of experts can."""
+    kind, coefficient = "moe_router_load_balancing_type", more.get("moe_aux_loss_coeff", 0.0)
+    if (chosen := more.get(kind, "none")) not in BALANCING:
+        raise ConfigError(f"megatron.{kind} = {chosen!r} must be one of {', '.join(BALANCING)}")
+    if bool(coefficient) != (chosen != "none"):
+        raise ConfigError(
+            f"megatron.moe_aux_loss_coeff = {coefficient} has no effect with megatron.{kind} = "
+            f"{chosen!r}; give both, or neither"
+        )
+    if more.get("moe_router_bias_update_rate") and not arch.use_routing_bias:
+        raise ConfigError(
+            "megatron.moe_router_bias_update_rate moves biases of routers, and this model's have "
+            "none; leave it out"
         )
 
 

@@ -130,7 +130,7 @@ class Network:
         tokens = [self._tokens(m, f, train=train) for m, f in zip(micros, feeds, strict=True)]
         if extra:
             tokens.append(replace(tokens[-1], counted=False, chosen=None))
-        self.routers.begin()
+        self.routers.begin(tokens)
         step = partial(self._step, feeds=feeds, tokens=tokens, finish=finish)
         iterators: Any = [iter(order) for _ in self.chunks]
         with without_cuda(), torch.set_grad_enabled(train):

@@ -1,4 +1,4 @@
-"""Routers of a mixture of experts: megatron-core's, each of which knows the tokens that it is given.
+"""Routers of a mixture of experts: megatron-core's, that know the tokens which they are given.
 
 From that it tells padding from tokens, counts those of each expert, and chooses the experts that
 are to be replayed.
@@ -10,6 +10,8 @@ passes through in training without gradients is kept in line until it comes agai
 Invariants:
 - A token counts once however often activations are computed again; padding, and a token that only
   keeps a rank company, does not.
+- A loss of the routers is a mean over the tokens of a step: that of a micro-batch weighs as much as
+  its tokens do.
 - Only the choice is replaced. What the chosen experts weigh is computed by megatron-core from the
   router's own scores, so the gradient of the router is that of the experts it is told.
 """
@@ -25,6 +27,11 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.moe.moe_utils import (
+    MoEAuxLossAutoScaler,
+    get_updated_expert_bias,
+    z_loss_func,
+)
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
@@ -43,12 +50,16 @@ class Tokens:
     """Where they begin among all of the micro-batch, padding included."""
     count: int
     """How many there are."""
+    whole: int
+    """How many the micro-batch has, without padding."""
     real: int
     """How many of them, the first ones, are no padding."""
     trained: bool
     """Whether they come back in backward."""
     counted: bool
     """Whether the use of experts is counted: they are trained on, and samples'."""
+    shares: tuple[float, float] = (0.0, 0.0)
+    """Of the micro-batch, and of these tokens, in all tokens of the step."""
     given: Tensor | None = None
     """int64 [count, layers, k] experts to choose; None: routers choose themselves."""
     chosen: Tensor | None = None
@@ -90,10 +101,14 @@ class Router(TopKRouter):
         """What passes through next, where it is not computed again."""
         self.again: deque[Tokens] = deque()
         """What will be computed again."""
+        self.shares = (0.0, 0.0)
+        """See `Tokens`: of those that are at hand."""
         self.layer = -1
         """Its number in the model, from 0 on."""
         self.load: Tensor | None = None
         """int64 [experts]: tokens that each was given."""
+        self.step_load: Tensor | None = None
+        """The same, since the bias was last moved."""
 
     def forward(self, hidden: Tensor, padding_mask: Tensor | None = None) -> Any:
         """Probabilities and choice of experts for each of this rank's tokens."""
@@ -108,6 +123,7 @@ class Router(TopKRouter):
         given = tokens.given
         self.choice.given = None if given is None else given[:, self.layer]
         self.choice.made = None
+        self.shares = tokens.shares
         probs, routed = super().forward(hidden, _padding(tokens, hidden))
         if not repeated:
             self._note(tokens, routed)
@@ -127,6 +143,23 @@ class Router(TopKRouter):
         if tokens.counted:
             found = routed[: tokens.real].sum(0, dtype=torch.int64)
             self.load = found if self.load is None else self.load + found
+            self.step_load = found if self.step_load is None else self.step_load + found
+
+    def attach_and_log_load_balancing_loss(
+        self, activation: Tensor, aux_loss_coeff: float, aux_loss: Tensor, *_: Any, **__: Any
+    ) -> Tensor:
+        """Have the loss of an uneven choice, in a micro-batch, join the others in backward."""
+        joined: Tensor = MoEAuxLossAutoScaler.apply(activation, aux_loss * self.shares[0])
+        return joined
+
+    def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
+        """The same for the mean square of what normalises the scores of this rank's tokens."""
+        coefficient = self.config.moe_z_loss_coeff
+        if coefficient is None or not torch.is_grad_enabled():
+            return logits
+        loss = z_loss_func(logits, coefficient, padding_mask=padding_mask)
+        joined: Tensor = MoEAuxLossAutoScaler.apply(logits, loss * self.shares[1])
+        return joined
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
         """Nothing: `load` has the counts."""
@@ -140,8 +173,13 @@ class Routers:
         """Whether experts that come with micro-batches are chosen: a reference chooses itself."""
         self.watches = False
         """Whether micro-batches that are scored get the experts that were chosen."""
+        self.moved = False
+        """Whether biases are no longer those that training began with."""
         self._arch = arch
         self._device = next(chunks[0].parameters()).device
+        config = chunks[0].config
+        self._rate = config.moe_router_bias_update_rate
+        self._balances = bool(config.moe_aux_loss_coeff or config.moe_z_loss_coeff)
         self._here: dict[int, Router] = {}
         for chunk in chunks:
             for layer in chunk.decoder.layers:
@@ -152,11 +190,17 @@ class Routers:
 
     # --- tokens -----------------------------------------------------------------------------------
 
-    def begin(self) -> None:
-        """Before micro-batches are passed through: nothing is to come back."""
+    def begin(self, tokens: Sequence[Tokens]) -> None:
+        """Before micro-batches are passed through; all ranks call it."""
         self.take(None)
         for router in self._here.values():
             router.again.clear()
+        if self._here and self._balances:
+            counted = [one for one in tokens if one.counted]
+            step = torch.tensor(sum(one.whole for one in counted), device=self._device)
+            dist.all_reduce(step, group=parallel_state.get_data_parallel_group())
+            for one in counted:
+                one.shares = (one.whole / int(step), one.real / int(step))
 
     def take(self, tokens: Tokens | None) -> None:
         """What passes through next."""
@@ -169,8 +213,9 @@ class Routers:
         Raises:
             TrainError: the experts that come with it are not those of such a model.
         """
-        real = min(max(len(micro.packed.input_ids) - first, 0), count)
-        tokens = Tokens(first, count, real, trained, counted=trained and not micro.empty)
+        whole = len(micro.packed.input_ids)
+        real = min(max(whole - first, 0), count)
+        tokens = Tokens(first, count, whole, real, trained, counted=trained and not micro.empty)
         if not self._here:
             return tokens
         if self.replays and (experts := micro.packed.experts) is not None:
@@ -187,7 +232,7 @@ class Routers:
         """
         if tokens.chosen is None:
             return
-        whole = tokens.chosen.new_zeros(len(micro.packed.input_ids), *tokens.chosen.shape[1:])
+        whole = tokens.chosen.new_zeros(tokens.whole, *tokens.chosen.shape[1:])
         whole[tokens.first : tokens.first + tokens.real] = tokens.chosen[: tokens.real]
         dist.all_reduce(whole, group=parallel_state.get_tensor_and_context_parallel_group())
         micro.packed = replace(micro.packed, experts=whole.int())
@@ -206,12 +251,32 @@ class Routers:
             )
         check_recorded(experts, sorted(self._here))
 
+    @torch.no_grad()
+    def balance(self) -> None:
+        """After an optimizer step: have biases move against the use of experts in it, where the
+        settings say so (arXiv 2408.15664); all ranks call it.
+        """
+        biased = [router for router in self._here.values() if router.expert_bias is not None]
+        self.moved = self.moved or self._rate > 0
+        if not self._rate or not biased:
+            return
+        loads = torch.zeros(len(biased), self._arch.num_experts, device=self._device)
+        for row, router in zip(loads, biased, strict=True):
+            if router.step_load is not None:
+                row.copy_(router.step_load)
+            router.step_load = None
+        held = torch.stack([router.expert_bias for router in biased])
+        for router, bias in zip(
+            biased, get_updated_expert_bias(loads, held, self._rate), strict=True
+        ):
+            router.expert_bias.copy_(bias)
+
     # --- how experts are used ---------------------------------------------------------------------
 
     def reset(self) -> None:
         """See `Load`."""
         for router in self._here.values():
-            router.load = None
+            router.load = router.step_load = None
 
     def figures(self) -> dict[str, float]:
         """See `Load`."""

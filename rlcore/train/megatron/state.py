@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -23,7 +23,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from rlcore.conversion.sources import HfFolder, Weights
-from rlcore.conversion.trainer_state import TrainerState, WithBuffers
+from rlcore.conversion.trainer_state import BUFFERS, TrainerState, WithBuffers
 from rlcore.errors import Corrupt
 from rlcore.train.digests import digest_line, digest_of_lines
 from rlcore.train.fsdp.shards import ShardReader, ShardWriter
@@ -44,6 +44,8 @@ class Part:
     optimizer: DistributedAdamW
     prefix: str = ""
     """`critic.`, or nothing."""
+    biases: bool = False
+    """Whether it has biases of routers, which training has moved."""
 
 
 def save(folder: Path, parts: Sequence[Part], writer: ShardWriter) -> None:
@@ -64,6 +66,7 @@ def load(folder: Path, parts: Sequence[Part], model_folder: Path) -> StateDigest
         Corrupt: the folder is no state of this model, or damaged.
     """
     try:
+        parts = [replace(part, biases=holds_biases(folder, part.prefix)) for part in parts]
         for part in parts:
             _load(folder, part, model_folder)
         rng = {RNG: torch.get_rng_state()}
@@ -75,6 +78,11 @@ def load(folder: Path, parts: Sequence[Part], model_folder: Path) -> StateDigest
     return digest(parts)
 
 
+def holds_biases(folder: Path, prefix: str = "") -> bool:
+    """Whether a state has biases of routers; else they are those that training began with."""
+    return any(name.endswith(BUFFERS) for name in TrainerState(folder, f"{prefix}model.").shapes)
+
+
 @torch.no_grad()
 def _load(folder: Path, part: Part, model_folder: Path) -> None:
     for kind in KINDS:
@@ -84,6 +92,8 @@ def _load(folder: Path, part: Part, model_folder: Path) -> None:
             if part.optimizer.holds(held.name):
                 whole = own_share(held.rule, weights.read, held.tensor)
                 part.optimizer.write(kind, held.name, whole)
+            elif held.parameter is None and kind == "model":
+                held.tensor.copy_(own_share(held.rule, weights.read, held.tensor))
     steps = {f"{part.prefix}{STEPS}": torch.tensor(0)}
     _read(folder, steps)
     part.optimizer.set_steps(int(steps[f"{part.prefix}{STEPS}"]))
@@ -124,9 +134,14 @@ def _over_ranks(lines: Iterable[str]) -> str:
 def _own_tensors(part: Part, kind: Kind) -> Iterator[tuple[str, Tensor]]:
     """Those whole tensors that this rank is to keep; all ranks go through all that they hold."""
     for number, held in enumerate(part.held):
-        if not part.optimizer.holds(held.name) or held.repeated:
+        if held.repeated:
             continue
-        whole = list(united(held.rule, part.optimizer.read(kind, held.name)))
+        if part.optimizer.holds(held.name):
+            whole = list(united(held.rule, part.optimizer.read(kind, held.name)))
+        elif held.parameter is None and kind == "model" and part.biases:
+            whole = list(united(held.rule, held.tensor))
+        else:
+            continue
         copies = parallel.reducing_ranks(of_experts=held.of_experts)
         divided = parallel.tensor_ranks(of_experts=held.of_experts)
         if number % (copies.size * divided.size) == copies.rank * divided.size + divided.rank:

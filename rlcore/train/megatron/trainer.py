@@ -10,6 +10,7 @@ all ranks.
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
@@ -98,7 +99,8 @@ class MegatronTrainer(BaseTrainer):
         self._optimizer: DistributedAdamW | None = None
         self._held_tensors: list[Held] = []
         self._homes: dict[int | None, int] = {}
-        self._writer = ShardWriter()
+        self._writers = defaultdict[bool, ShardWriter](ShardWriter)
+        """Without and with biases of routers that training has moved."""
 
     # --- state ------------------------------------------------------------------------------------
 
@@ -123,6 +125,7 @@ class MegatronTrainer(BaseTrainer):
         self._held_tensors = list(held_by(self._policy.chunks, self._policy.arch))
         weights = [weight for held in self._held_tensors if (weight := held.weight) is not None]
         self._optimizer = DistributedAdamW(weights, self._train, divided=self._settings.divided)
+        self._optimizer.after_step = self._policy.routers.balance
         if self._train.precision != "float32":
             # Masters are the folder's weights, not what the precision of the model left of them.
             stored = Weights(self._policy.arch, HfFolder(model_folder))
@@ -131,7 +134,7 @@ class MegatronTrainer(BaseTrainer):
                     whole = own_share(held.rule, stored.read, held.tensor)
                     self._optimizer.write("model", held.name, whole.to(self._device))
         self._homes = _homes(self._held_tensors)
-        self._writer = ShardWriter()
+        self._writers.clear()
         self._folder = model_folder
         self._hooks.call("custom_megatron_init_path")
         torch.manual_seed(self._seed)
@@ -139,21 +142,22 @@ class MegatronTrainer(BaseTrainer):
 
     def load_state(self, folder: Path, state_id: str) -> StateDigest:
         """Read a saved state in place; `load` must have built the model before."""
-        self._held()
+        policy, _ = self._held()
         assert self._folder is not None
         self.loaded, self.dirty = None, True
         digest = state.load(folder, self._parts(), self._folder)
+        policy.routers.moved = state.holds_biases(folder)
         self.loaded, self.dirty = state_id, False
         return digest
 
     def save_state(self, folder: Path) -> None:
         """Write this rank's share of the state that is held."""
-        self._held()
+        policy, _ = self._held()
         if self.dirty:
             raise TrainError(
                 "the trainer stopped in the middle of a batch, so it holds no state to save"
             )
-        state.save(folder, self._parts(), self._writer)
+        state.save(folder, self._parts(), self._writers[policy.routers.moved])
 
     def digest(self) -> StateDigest:
         """Digests of what is held."""
@@ -194,8 +198,8 @@ class MegatronTrainer(BaseTrainer):
         return self._policy, self._optimizer
 
     def _parts(self) -> list[state.Part]:
-        _, optimizer = self._held()
-        return [state.Part(self._held_tensors, optimizer)]
+        policy, optimizer = self._held()
+        return [state.Part(self._held_tensors, optimizer, biases=policy.routers.moved)]
 
     # --- training ---------------------------------------------------------------------------------
 
@@ -246,9 +250,13 @@ class MegatronTrainer(BaseTrainer):
     def _everywhere(
         self, rule: Rule, held: Held | None, dtype: torch.dtype
     ) -> Iterator[tuple[str, Tensor]]:
-        """Hugging Face's tensors of a rule, on every rank: from those that hold them."""
+        """Hugging Face's tensors of a rule, on every rank: from those that hold them. Biases of
+        routers stay as exact as they are: they decide between experts.
+        """
         policy, optimizer = self._held(weights_only=True)
         stages, experts = parallel.stages(), parallel.expert_ranks()
+        if rule.is_bias_of_router:
+            dtype = torch.float32
         if held is None:
             found = [
                 (spec.name, torch.empty(spec.shape, dtype=dtype, device=self._device))
