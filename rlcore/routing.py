@@ -54,14 +54,8 @@ class Routing:
             TrainError: a layer with experts has no choice in it: all its rows are 0.
         """
         self.given = chosen if self.replays and self.has_experts else None
-        if self.given is None or self.given.shape[-1] < 2 or not self.given.shape[0]:
-            return
-        filled = self.given.ne(0).any(dim=2).any(dim=0).tolist()
-        if empty := [k for k in self._sparse if not filled[k]]:
-            raise TrainError(
-                f"the experts to be replayed are all 0 in layer {empty[0]}: the engine has not "
-                "recorded them; with SGLang, look whether it says so for this model"
-            )
+        if self.given is not None:
+            check_recorded(self.given, self._sparse)
 
     def seen(self) -> Tensor:
         """int32 [tokens, layers, k]: what was chosen in the last pass; 0 in layers without
@@ -92,6 +86,22 @@ class Routing:
             return out
 
         return routed
+
+
+def check_recorded(given: Tensor, layers: Sequence[int]) -> None:
+    """Whether experts [tokens, layers, k] that are to be replayed are those of some layers.
+
+    Raises:
+        TrainError: a layer has no choice in it: all its rows are 0.
+    """
+    if given.shape[-1] < 2 or not given.shape[0]:
+        return
+    filled = given.ne(0).any(dim=2).any(dim=0).tolist()
+    if empty := [k for k in layers if not filled[k]]:
+        raise TrainError(
+            f"the experts to be replayed are all 0 in layer {empty[0]}: the engine has not "
+            "recorded them; with SGLang, look whether it says so for this model"
+        )
 
 
 class _Choice(TorchFunctionMode):

@@ -150,6 +150,11 @@ class Rule:
         """Whether Megatron may have more rows than the vocabulary has tokens."""
         return self.megatron in OF_THE_VOCABULARY
 
+    @property
+    def is_bias_of_router(self) -> bool:
+        """Whether only the choice of experts sees it."""
+        return self.megatron.endswith(".router.expert_bias")
+
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         """Megatron's tensor, whole, of Hugging Face's."""
         import torch

@@ -75,3 +75,15 @@ def test_replayed_experts_survive_a_kill(sluice: Sluice, tmp_path: Path) -> None
     query = "select count(*) n from samples where len(routed_experts) = 2 * 2 * (len(tokens) - 1)"
     assert sluice.json("sql", query) == [{"n": 2 * 4 * 64}]
     assert sluice.json("verify", "killed")["ok"]
+
+
+@pytest.mark.slow
+def test_megatron_trains_through_the_experts_of_the_engine(sluice: Sluice, tmp_path: Path) -> None:
+    config = str(short(tmp_path, iterations=2))
+    replays = ("rollout.use_rollout_routing_replay=true", "train.use_routing_replay=true")
+    options = of_experts(tmp_path, "train.backend=megatron", *replays)
+    sluice("train", config, "--run-id", "megatron", *options)
+    for one in sluice.json("show", "megatron")["metrics"]:
+        assert one["train/train_rollout_logprob_abs_diff"] < 1e-4
+        assert one["moe/load_max"] >= 1 and one["moe/layer_1/dead_experts"] <= 1
+    assert sluice.json("verify", "megatron")["ok"]

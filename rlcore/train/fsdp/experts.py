@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from rlcore.train.expert_load import load_figures
+
 
 class ExpertLoad:
     """Counts the tokens of each expert in each layer of a model.
@@ -48,29 +50,13 @@ class ExpertLoad:
             self._counting = False
 
     def figures(self) -> dict[str, float]:
-        """Over all ranks since the last reset; the same on every rank.
-
-        `load_mean` is tokens by expert; `load_max` those of the busiest expert over that mean, 1
-        where all are used alike; `dead_experts` the share of those that had no token.
-        """
+        """Over all ranks since the last reset; the same on every rank."""
         if not self._layers:
             return {}
         rows = [self._counts.get(k, self._none(k)) for k in range(len(self._layers))]
         counts = torch.stack(rows)
         dist.all_reduce(counts)
-        load = counts.double().cpu()
-        if not load.sum():
-            return {}
-        mean = load.mean(1)
-        busiest, dead = (load.amax(1) / mean).tolist(), (load == 0).double().mean(1).tolist()
-        out = {
-            "moe/load_mean": float(mean.mean()),
-            "moe/load_max": max(busiest),
-            "moe/dead_experts": sum(dead) / len(dead),
-        }
-        for k, pair in enumerate(zip(busiest, dead, strict=True)):
-            out[f"moe/layer_{k}/load_max"], out[f"moe/layer_{k}/dead_experts"] = pair
-        return out
+        return load_figures(counts)
 
     def _none(self, layer: int) -> Tensor:
         experts: Any = self._layers[layer]

@@ -35,11 +35,15 @@ from torch import Tensor
 from rlcore.errors import ConfigError
 from rlcore.models.architecture import Architecture
 from rlcore.train.megatron.attention import TorchAttention
+from rlcore.train.megatron.router import Router
 from rlcore.train.trainer import DType
 from rlcore.weights.megatron import FAMILIES, LOCAL_NAMES
 
 LLAMA3_SCALING = (1.0, 4.0, 8192)
 """The only low and high frequency factors and original length that megatron-core computes."""
+
+BALANCING = ("none", "aux_loss", "seq_aux_loss")
+"""Losses of an uneven use of experts, counted over a micro-batch."""
 
 HAS_ENGINE = find_spec("transformer_engine") is not None
 if not HAS_ENGINE:
@@ -104,7 +108,7 @@ def build_model(
     spec = get_gpt_decoder_block_spec(
         config, use_transformer_engine=fused, normalization="RMSNorm", vp_stage=chunk
     )
-    _own_attention(spec)
+    _own_parts(spec)
     if not fused:
         _without_engine(spec, arch)
     if arch.model_type == "glm4":
@@ -175,6 +179,7 @@ def transformer_config(
         "use_cpu_initialization": not torch.cuda.is_available(),
         "perform_initialization": False,
     }
+    _check_balancing(arch, more)
     kind = MLATransformerConfig if arch.is_latent else TransformerConfig
     values |= _latent(arch) if arch.is_latent else {"kv_channels": arch.head_dim}
     if arch.num_experts:
@@ -204,6 +209,23 @@ def _check(arch: Architecture) -> None:
         raise ConfigError(
             f"megatron-core computes no {scaling.rope_type!r} scaling of rotary positions like "
             "this model's; use train.backend = 'fsdp'"
+        )
+
+
+def _check_balancing(arch: Architecture, more: Mapping[str, Any]) -> None:
+    """Whether what is to even out the use of experts can."""
+    kind, coefficient = "moe_router_load_balancing_type", more.get("moe_aux_loss_coeff", 0.0)
+    if (chosen := more.get(kind, "none")) not in BALANCING:
+        raise ConfigError(f"megatron.{kind} = {chosen!r} must be one of {', '.join(BALANCING)}")
+    if bool(coefficient) != (chosen != "none"):
+        raise ConfigError(
+            f"megatron.moe_aux_loss_coeff = {coefficient} has no effect with megatron.{kind} = "
+            f"{chosen!r}; give both, or neither"
+        )
+    if more.get("moe_router_bias_update_rate") and not arch.use_routing_bias:
+        raise ConfigError(
+            "megatron.moe_router_bias_update_rate moves biases of routers, and this model's have "
+            "none; leave it out"
         )
 
 
@@ -259,10 +281,21 @@ def _layers(spec: TransformerBlockSubmodules) -> Iterable[ModuleSpec]:
     return {id(one): one for one in spec.layer_specs}.values()
 
 
-def _own_attention(spec: TransformerBlockSubmodules) -> None:
+def _own_parts(spec: TransformerBlockSubmodules) -> None:
+    """Attention and routers."""
     for layer in _layers(spec):
         attention = layer.submodules.self_attention.submodules
         attention.core_attention = TorchAttention
+        of_mlp = _of_mlp(layer)
+        if hasattr(of_mlp, "router"):
+            of_mlp.router = Router
+
+
+def _of_mlp(layer: ModuleSpec) -> Any:
+    """What a layer's feed-forward part is made of."""
+    # A function with arguments from 0.19 on.
+    given = getattr(layer.submodules.mlp, "keywords", None)
+    return given["submodules"] if given else layer.submodules.mlp.submodules
 
 
 def _without_engine(spec: TransformerBlockSubmodules, arch: Architecture) -> None:
@@ -274,10 +307,7 @@ def _without_engine(spec: TransformerBlockSubmodules, arch: Architecture) -> Non
             for name, module in vars(part).items():
                 if name.endswith("layernorm") and module is not IdentityOp:
                     setattr(part, name, RmsNorm)
-        # A function with arguments from 0.19 on.
-        given = getattr(parts.mlp, "keywords", None)
-        of_mlp = given["submodules"] if given else parts.mlp.submodules
-        sparse = hasattr(of_mlp, "experts")
+        sparse = hasattr(_of_mlp(layer), "experts")
         parts.sharded_state_dict_keys_map = {
             own.removesuffix("weight"): stored.removesuffix("weight")
             for stored, own in LOCAL_NAMES.items()

@@ -13,7 +13,7 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from typing import Any, cast
@@ -41,6 +41,7 @@ from rlcore.train.megatron.attention import PackedRotary, angles
 from rlcore.train.megatron.cpu import without_cuda
 from rlcore.train.megatron.logprobs import parallel_log_probs
 from rlcore.train.megatron.model import Layout
+from rlcore.train.megatron.router import Routers, Tokens
 
 Finish = Callable[[int, Tensor], tuple[Tensor, Any]]
 """From the number of a micro-batch and its hidden states to a loss and what is told of it."""
@@ -94,6 +95,7 @@ class Network:
         self.arch = arch
         self.layout = layout
         self.shape = shape
+        self.routers = Routers(chunks, arch)
         for chunk in chunks if arch.is_latent else ():
             for layer in chunk.decoder.layers:
                 PackedRotary(layer.self_attention)
@@ -125,7 +127,11 @@ class Network:
         stages = self.layout.pipeline_parallel if interleaved else 1
         extra = -len(feeds) % stages
         order = [*range(len(feeds)), *(-1 for _ in range(extra))]
-        step = partial(self._step, feeds=feeds, finish=finish)
+        tokens = [self._tokens(m, f, train=train) for m, f in zip(micros, feeds, strict=True)]
+        if extra:
+            tokens.append(replace(tokens[-1], counted=False, chosen=None))
+        self.routers.begin(tokens)
+        step = partial(self._step, feeds=feeds, tokens=tokens, finish=finish)
         iterators: Any = [iter(order) for _ in self.chunks]
         with without_cuda(), torch.set_grad_enabled(train):
             told = self._schedule(
@@ -139,7 +145,18 @@ class Network:
                 forward_only=not train,
                 collect_non_loss_data=not train,
             )
+        self.routers.take(None)
+        for micro, one in zip(micros, tokens, strict=False):
+            self.routers.record(micro, one)
         return cast(list[Any], told)[: len(feeds)]
+
+    def _tokens(self, micro: MicroBatch, feed: Feed, *, train: bool) -> Tokens:
+        """Those that routers get on this rank: between layers, a share of the feed."""
+        first, count = feed.first, feed.input_ids.shape[1]
+        if self.layout.sequence_parallel:
+            count //= self.layout.tensor_parallel
+            first += count * parallel_state.get_tensor_model_parallel_rank()
+        return self.routers.tokens(micro, first, count, trained=train)
 
     def _step(
         self,
@@ -147,10 +164,12 @@ class Network:
         chunk: GPTModel,
         *,
         feeds: list[Feed],
+        tokens: list[Tokens],
         finish: Finish,
     ) -> tuple[Tensor, Any]:
         """megatron-core's `forward_step_func`."""
         number = next(numbers)
+        self.routers.take(tokens[number])
         hidden = self._decode(chunk, feeds[number])
 
         def of_output(hidden: Tensor, non_loss_data: bool = False) -> Any:
@@ -227,23 +246,16 @@ class Network:
         return list(joined.split(lengths))
 
 
-class NoLoad:
-    """Of a model whose experts are not counted."""
-
-    def reset(self) -> None:
-        """Nothing is."""
-
-    def figures(self) -> dict[str, float]:
-        """None."""
-        return {}
-
-
 class PolicyNetwork(Network):
     """A policy: what answers log-probs."""
 
     frozen = False
     """All weights are trained."""
-    expert_load = NoLoad()
+
+    @property
+    def expert_load(self) -> Routers:
+        """See `TrainedPolicy`."""
+        return self.routers
 
     def score(self, micros: Sequence[MicroBatch], temperature: float) -> list[Tensor]:
         """See `Scores`."""

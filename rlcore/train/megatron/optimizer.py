@@ -117,6 +117,8 @@ class DistributedAdamW:
             self._adamw.state[piece.master] = {
                 name: torch.zeros_like(piece.master) for name in MOMENTS
             }
+        self.after_step: Callable[[], None] | None = None
+        """What follows each step."""
         self.set_steps(0)
 
     def set_steps(self, steps: int) -> None:
@@ -158,6 +160,8 @@ class DistributedAdamW:
         self.steps += 1
         self.publish()
         self.drop_gradients()
+        if self.after_step is not None:
+            self.after_step()
 
     @torch.no_grad()
     def publish(self) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -23,7 +23,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from rlcore.conversion.sources import HfFolder, Tensors, Weights
-from rlcore.conversion.trainer_state import TrainerState, WithBuffers
+from rlcore.conversion.trainer_state import BUFFERS, TrainerState, WithBuffers
 from rlcore.errors import Corrupt
 from rlcore.train.digests import digest_line, digest_of_lines
 from rlcore.train.fsdp.shards import ShardReader, ShardWriter
@@ -44,6 +44,8 @@ class Part:
     held: Sequence[Held]
     optimizer: DistributedAdamW
     prefix: str = ""
+    biases: bool = False
+    """Whether it has biases of routers, which training has moved."""
 
     def name(self, hf: str) -> str:
         """What a tensor is called in a state, behind the prefix and what is held of it."""
@@ -76,7 +78,7 @@ def save(
         for kind in KINDS:
             for name, whole in _own_tensors(part, kind):
                 tensors[f"{part.prefix}{kind}.{name}"] = whole.to("cpu", copy=True)
-    for name, whole in _kept(reference, _as_stored):
+    for name, whole in _kept(_trained(reference), _as_stored):
         tensors[f"{REFERENCE}{name}"] = whole.to("cpu", copy=True)
     writer.write(folder, tensors)
 
@@ -100,6 +102,7 @@ def load(
     """
     try:
         model = HfFolder(model_folder)
+        parts = [replace(part, biases=holds_biases(folder, part.prefix)) for part in parts]
         for part in parts:
             _load(folder, part, model)
         lines = []
@@ -114,6 +117,11 @@ def load(
     return _digest(parts, lines)
 
 
+def holds_biases(folder: Path, prefix: str = "") -> bool:
+    """Whether a state has biases of routers; else they are those that training began with."""
+    return any(name.endswith(BUFFERS) for name in TrainerState(folder, f"{prefix}model.").shapes)
+
+
 @torch.no_grad()
 def _load(folder: Path, part: Part, model: Tensors) -> None:
     for kind in KINDS:
@@ -122,6 +130,8 @@ def _load(folder: Path, part: Part, model: Tensors) -> None:
             if part.optimizer.holds(held.name):
                 whole = own_share(held.rule, read, held.tensor)
                 part.optimizer.write(kind, held.name, whole)
+            elif kind == "model" and held.parameter is None:
+                held.tensor.copy_(own_share(held.rule, read, held.tensor))
     steps = {f"{part.prefix}{STEPS}": torch.tensor(0)}
     _read(folder, steps)
     part.optimizer.set_steps(int(steps[f"{part.prefix}{STEPS}"]))
@@ -145,7 +155,7 @@ def _load_reference(
     for held in policy.held:
         if held.repeated:
             share(held)
-    found = _kept(policy.held, share)
+    found = _kept(_trained(policy.held), share)
     return [digest_line(f"{REFERENCE}{name}", whole) for name, whole in found]
 
 
@@ -158,7 +168,7 @@ def _read(folder: Path, tensors: dict[str, Tensor]) -> None:
 
 def digest(parts: Sequence[Part], reference: Sequence[Held]) -> StateDigest:
     """Digests of what is held; the same on every rank."""
-    found = _kept(reference, _as_stored)
+    found = _kept(_trained(reference), _as_stored)
     return _digest(parts, [digest_line(f"{REFERENCE}{name}", whole) for name, whole in found])
 
 
@@ -186,18 +196,31 @@ def _over_ranks(lines: Iterable[str]) -> str:
 
 
 def _own_tensors(part: Part, kind: Kind) -> Iterator[tuple[str, Tensor]]:
-    """`_kept` of a master or moment, by the names in a state."""
-    for name, whole in _kept(part.held, lambda held: part.optimizer.read(kind, held.name)):
+    """`_kept` of masters, with biases of routers that were moved, or of a moment, by the names in
+    a state.
+    """
+    biases = kind == "model" and part.biases
+    held = part.held if biases else _trained(part.held)
+
+    def share(one: Held) -> Tensor:
+        trained = one.parameter is not None
+        return part.optimizer.read(kind, one.name) if trained else one.tensor
+
+    for name, whole in _kept(held, share):
         yield part.name(name), whole
+
+
+def _trained(held: Iterable[Held]) -> list[Held]:
+    return [one for one in held if one.parameter is not None]
 
 
 @torch.no_grad()
 def _kept(tensors: Sequence[Held], share: Callable[[Held], Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Those whole tensors that this rank is to keep, of the shares that ranks have; all ranks go
-    through all trained ones that they hold.
+    through all that they hold.
     """
     for number, held in enumerate(tensors):
-        if held.parameter is None or held.repeated:
+        if held.repeated:
             continue
         whole = list(united(held.rule, share(held)))
         copies = parallel.reducing_ranks(of_experts=held.of_experts)

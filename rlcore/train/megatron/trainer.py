@@ -10,6 +10,7 @@ all ranks.
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from itertools import chain
@@ -29,6 +30,7 @@ from rlcore.models.hf_config import read_hf_config
 from rlcore.train.backend import Critic, Models
 from rlcore.train.base import TORCH_DTYPES, BaseTrainer
 from rlcore.train.fsdp.model import current_device
+from rlcore.train.fsdp.shards import ShardWriter
 from rlcore.train.fsdp.state import holds_reference
 from rlcore.train.megatron import parallel, state
 from rlcore.train.megatron.cpu import without_cuda
@@ -83,17 +85,27 @@ class MegatronTrainer(BaseTrainer[PolicyNetwork, DistributedAdamW]):
         self._critic: TrainedCritic | None = None
         self._held_tensors: list[Held] = []
         self._homes: dict[int | None, int] = {}
+        self._writers = defaultdict[bool, ShardWriter](ShardWriter)
+        """Without and with biases of routers that training has moved."""
         self._hooks.call("custom_megatron_init_path")
 
     # --- state ------------------------------------------------------------------------------------
 
     def _load_trained(self, folder: Path) -> None:
         self._policy = self._optimizer = self._critic = None
+        self._writers.clear()
         self._policy = policy = self._build(folder)
+        policy.routers.replays = True
+        policy.routers.watches = self._train.use_routing_replay
+        if self._train.use_routing_replay and not policy.arch.num_experts:
+            raise ConfigError(
+                "train.use_routing_replay = true, but the model has no experts; set it to false"
+            )
         self._held_tensors = list(held_by(policy.chunks, policy.arch))
         self._homes = _homes(self._held_tensors)
         stored = Weights(policy.arch, HfFolder(folder))
         self._optimizer = self._build_optimizer(self._held_tensors, self._train, stored.read)
+        self._optimizer.after_step = policy.routers.balance
         if self._algorithm.has_critic:
             self._critic = self._build_critic(folder)
 
@@ -121,18 +133,21 @@ class MegatronTrainer(BaseTrainer[PolicyNetwork, DistributedAdamW]):
             if held.name in own:
                 own[held.name].copy_(share)
 
-        return state.load(folder, self._parts(), take if stored else None, self._folder)
+        digest = state.load(folder, self._parts(), take if stored else None, self._folder)
+        self._held()[0].routers.moved = state.holds_biases(folder)
+        return digest
 
     def _write_state(self, folder: Path) -> None:
-        state.save(folder, self._parts(), self._reference_tensors(), self._writer)
+        writer = self._writers[self._held()[0].routers.moved]
+        state.save(folder, self._parts(), self._reference_tensors(), writer)
 
     def digest(self) -> StateDigest:
         """Digests of what is held."""
         return state.digest(self._parts(), self._reference_tensors())
 
     def _parts(self) -> list[state.Part]:
-        _, optimizer = self._held()
-        parts = [state.Part(self._held_tensors, optimizer)]
+        policy, optimizer = self._held()
+        parts = [state.Part(self._held_tensors, optimizer, biases=policy.routers.moved)]
         if self._critic is not None:
             parts.append(CriticPart(self._critic.held, self._critic.optimizer))
         return parts
@@ -217,9 +232,13 @@ class MegatronTrainer(BaseTrainer[PolicyNetwork, DistributedAdamW]):
     def _everywhere(
         self, rule: Rule, held: Held | None, dtype: torch.dtype
     ) -> Iterator[tuple[str, Tensor]]:
-        """Hugging Face's tensors of a rule, on every rank: from those that hold them."""
+        """Hugging Face's tensors of a rule, on every rank: from those that hold them. Biases of
+        routers stay as exact as they are: they decide between experts.
+        """
         policy, optimizer = self._held(weights_only=True)
         stages, experts = parallel.stages(), parallel.expert_ranks()
+        if rule.is_bias_of_router:
+            dtype = torch.float32
         if held is None:
             found = [
                 (spec.name, torch.empty(spec.shape, dtype=dtype, device=self._device))
