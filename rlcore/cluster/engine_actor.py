@@ -161,6 +161,8 @@ class EngineActor:
         if spec.releases_memory:
             # slime's setting too: graphs of prefill do not survive a release.
             own |= {"enable_memory_saver": True, "disable_prefill_cuda_graph": True}
+            # Those of a draft model come back as they were: nobody sends them.
+            own["enable_draft_weights_cpu_backup"] = True
         if spec.lora is not None:
             own |= {"enable_lora": True, "max_lora_rank": spec.lora.rank}
             own["lora_target_modules"] = list(spec.lora.targets) or ["all"]

@@ -68,6 +68,7 @@ def check_engines(config: "RunConfig") -> None:
     if config.rollout.engine == "sglang":
         _check_count(config)
         _check_arguments(config)
+        _check_draft(config)
         tensor_parallel(config)
 
 
@@ -149,6 +150,17 @@ def _check_external(config: "RunConfig") -> None:
         raise ValueError(
             f"rollout.engine_urls with run.mode = {config.run.mode!r}: no trainer gives those "
             "engines the starting model; let the run start its engines"
+        )
+
+
+def _check_draft(config: "RunConfig") -> None:
+    given = {name.replace("-", "_"): value for name, value in config.sglang.items()}
+    algorithm, transport = given.get("speculative_algorithm"), config.weights.transport
+    if algorithm and config.trains and transport in ("disk", "delta"):
+        raise ValueError(
+            f"sglang.speculative_algorithm = {algorithm!r} with weights.transport = "
+            f"{transport!r}: SGLang would read the draft model's weights from the policy's folder "
+            "as well; use 'tensor' or 'distributed'"
         )
 
 

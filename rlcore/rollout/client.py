@@ -381,6 +381,8 @@ class EngineClient:
             flush_cache: empty the KV cache, which belongs to the old weights.
         """
         body: dict[str, Any] = {"weight_version": version, "flush_cache": flush_cache}
+        # Else SGLang loads them into the draft model of speculative decoding too.
+        body["disable_draft_model"] = True
         if load_format is not None:
             body["load_format"] = load_format
         path = "/update_weights_from_tensor"

@@ -5,6 +5,7 @@ import importlib.util
 import runpy
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,7 +21,7 @@ from rlcore.config.tree import TrainConfig
 from rlcore.engine.launch import EngineProcess
 from rlcore.engine.sglang import sglang_argv
 from rlcore.net import free_port
-from rlcore.rollout.client import EngineClient
+from rlcore.rollout.client import EngineClient, GenerateRequest
 from rlcore.weights.sync import SyncSpec, WeightSync
 
 torch = pytest.importorskip("torch")
@@ -57,11 +58,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @contextmanager
-def serving(model: Path, gpu: int, folder: Path) -> Iterator[str]:
-    """A server on one GPU."""
+def serving(model: Path, gpu: int, folder: Path, **more: Any) -> Iterator[str]:
+    """A server on one GPU, with more arguments."""
     port = free_port()
     engine = EngineProcess(port)
-    argv = sglang_argv(model, port, dtype="bfloat16", extra=SERVER)
+    argv = sglang_argv(model, port, dtype="bfloat16", extra=SERVER | more)
     engine.start(argv, folder / "engine.log", {"CUDA_VISIBLE_DEVICES": str(gpu)})
     try:
         engine.wait_healthy(400)
@@ -187,3 +188,39 @@ def test_a_request_in_flight_goes_on_with_the_new_weights(
     assert len(answer["output_ids"]) == LONG == len(answer["meta_info"]["output_token_logprobs"])
     assert answer["meta_info"]["weight_version"] == "in-flight"
     assert report.metrics["canary_abs_diff"] < TOLERANCE
+
+
+def accepted(url: str) -> float:
+    """Share of drafted tokens that the policy takes, greedily."""
+
+    async def ask() -> Counter[str]:
+        params = {"temperature": 0.0, "max_new_tokens": 64, "ignore_eos": True}
+        requests = [GenerateRequest([5 + n, 6, 7, 8], params) for n in range(16)]
+        async with EngineClient(url) as client:
+            total = Counter[str]()
+            for result in await client.generate(requests):
+                total.update(result.speculation)
+            return total
+
+    found = asyncio.run(ask())
+    return found["accept_token_num"] / found["draft_token_num"]
+
+
+def test_a_draft_keeps_its_weights_while_the_policy_gets_new_ones(
+    trainer: Any, models: dict[str, Path], tmp_path: Path
+) -> None:
+    other = models["other"]
+    draft = {
+        "speculative_algorithm": "STANDALONE",
+        "speculative_draft_model_path": str(other),
+        "speculative_num_steps": 3,
+        "speculative_eagle_topk": 1,
+        "speculative_num_draft_tokens": 4,
+    }
+    with serving(other, 0, tmp_path, **draft) as url:
+        before = accepted(url)
+        check_syncs(trainer, url, models["trained"], "tensor", tmp_path)
+        after = accepted(url)
+    print("accepted", before, after)
+    assert before > 0.6, "the draft is the policy itself"
+    assert after < before / 2, "the draft got the policy's new weights too"

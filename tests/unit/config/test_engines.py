@@ -62,6 +62,11 @@ def test_an_engine_s_gpus_are_tensor_times_pipeline_parallel(
         ({"nnodes": 2}, {}, ("sglang.nnodes", "remove it")),
         ({"api_key": "x"}, {}, ("sglang.api_key", "secret")),
         (
+            {"speculative-algorithm": "EAGLE3"},
+            {"weights": {"transport": "disk"}},
+            ("sglang.speculative_algorithm = 'EAGLE3'", "'disk'", "use 'tensor'"),
+        ),
+        (
             {},
             {"rollout": {"engine_urls": ["http://a:1", "http://b:2"]}},
             ("rollout.engine_urls has 2 engines", "8 GPUs", "cluster.rollout_num_gpus = 4"),

@@ -38,3 +38,10 @@ def test_a_server_that_adds_adapters_is_told_of_them(targets: tuple[str, ...], s
     options = " ".join(EngineActor(spec, 2)._sglang("0", 3000, None))
     assert f"--enable-lora --max-lora-rank 8 --lora-target-modules {said}" in options
     assert "--weight-version 0 --random-seed 5" in options
+
+
+def test_a_draft_model_s_weights_outlive_a_release() -> None:
+    spec = EngineSpec("sglang", "/m", "/logs", releases_memory=True)
+    options = " ".join(EngineActor(spec, 0)._sglang("0", 3000, None))
+    assert "--enable-memory-saver" in options
+    assert "--enable-draft-weights-cpu-backup" in options

@@ -185,6 +185,7 @@ async def test_an_update_that_failed_with_status_200_is_an_error(
     server.says({"success": True, "message": ""})
     await client.update_weights_from_tensor([b"\x00\x01"], "5")
     assert server.seen[-1][1]["serialized_named_tensors"] == ["AAE="]
+    assert server.seen[-1][1]["disable_draft_model"] is True
 
 
 async def test_prompt_log_probs_are_those_of_all_tokens_but_the_first(
