@@ -1,14 +1,16 @@
 """Every estimator and loss on one stored batch, from one stored policy: a table, and nothing else.
 
-No engine, no Ray and no lease: the batch is read, a trainer of one rank is loaded in this process,
-and each algorithm's loss and gradient of the whole batch as one optimizer step are computed and not
-applied. Old log-probs are the engine's, so that the ratios show how far the policy is from the one
-that sampled; importance sampling weighs against them from a ratio of 1.
+No engine, no Ray and no lease: the batch is read, the run's trainer is made of one rank in this
+process, whatever its layout was, and each algorithm's loss and gradient of the whole batch as one
+optimizer step are computed and not applied. Old log-probs are the engine's, so that the ratios show
+how far the policy is from the one that sampled; importance sampling weighs against them from a
+ratio of 1.
 
 Invariant: nothing of the run is changed.
 """
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
 START = -1
 """Stands for the starting model, where iterations name the policy that follows them."""
 OWN = "this run"
+LAYOUT = re.compile("parallel|pipeline")
+"""In the names of megatron-core's settings that say how ranks divide a model."""
 
 
 @dataclass(frozen=True)
@@ -120,17 +124,18 @@ def run_lab(
         Corrupt: something stored was altered.
     """
     from rlcore.train.batch import load_batch, read_rollout
-    from rlcore.train.fsdp.trainer import FsdpTrainer
+    from rlcore.train.make import make_trainer
     from rlcore.train.trainer import BatchFiles, Lora
 
     at, state = find_state(store, iteration, policy)
     files = BatchFiles(
         iteration, *(_stage(store, iteration, s).files for s in ("rollout", "reward", "filter"))
     )
-    train = config.train.model_copy(update={"num_steps_per_rollout": 1})
+    alone = {"num_steps_per_rollout": 1, "context_parallel_size": 1}
+    train = config.train.model_copy(update=alone)
     chosen = variants(config)
     with slime.active(slime_args_of(config)), _one_rank(config) as device:
-        trainer = FsdpTrainer(
+        trainer = make_trainer(
             train,
             # A reference, for those that need one.
             config.algorithm.model_copy(update={"use_kl_loss": True}),
@@ -139,6 +144,8 @@ def run_lab(
             device=device,
             trust_remote_code=config.model.trust_remote_code,
             lora=Lora.of(config.model),
+            # One rank has the whole model.
+            megatron={k: v for k, v in config.megatron.items() if not LAYOUT.search(k)},
         )
         prepare_model(store.objects, store.origin, config.model, config.run.seed, scratch)
         folder = model_path(store.objects, store.origin, config.model, scratch)
