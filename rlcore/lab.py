@@ -1,14 +1,16 @@
 """Every estimator and loss on one stored batch, from one stored policy: a table, and nothing else.
 
-No engine, no Ray and no lease: the batch is read, a trainer of one rank is loaded in this process,
-and each algorithm's loss and gradient of the whole batch as one optimizer step are computed and not
-applied. Old log-probs are the engine's, so that the ratios show how far the policy is from the one
-that sampled; importance sampling weighs against them from a ratio of 1.
+No engine, no Ray and no lease: the batch is read, the run's trainer is made of one rank in this
+process, whatever its layout was, and each algorithm's loss and gradient of the whole batch as one
+optimizer step are computed and not applied. Old log-probs are the engine's, so that the ratios show
+how far the policy is from the one that sampled; importance sampling weighs against them from a
+ratio of 1.
 
 Invariant: nothing of the run is changed.
 """
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,11 +30,13 @@ from rlcore.store.run_store import RunStore
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rlcore.train.fsdp.trainer import FsdpTrainer
+    from rlcore.train.base import BaseTrainer
 
 START = -1
 """Stands for the starting model, where iterations name the policy that follows them."""
 OWN = "this run"
+LAYOUT = re.compile("parallel|pipeline")
+"""In the names of megatron-core's settings that say how ranks divide a model."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +132,8 @@ def run_lab(
     files = BatchFiles(
         iteration, *(_stage(store, iteration, s).files for s in ("rollout", "reward", "filter"))
     )
-    train = config.train.model_copy(update={"num_steps_per_rollout": 1})
+    alone = {"num_steps_per_rollout": 1, "context_parallel_size": 1}
+    train = config.train.model_copy(update=alone)
     chosen = variants(config)
     device = _device(config)
     with slime.active(slime_args_of(config)), one_rank(device):
@@ -174,12 +179,12 @@ def run_lab(
 
 def _starting(
     config: RunConfig, train: TrainConfig, store: RunStore, scratch: Path, device: str
-) -> "FsdpTrainer":
+) -> "BaseTrainer[Any, Any]":
     """A trainer of the starting model."""
-    from rlcore.train.fsdp.trainer import FsdpTrainer
+    from rlcore.train.make import make_trainer
     from rlcore.train.trainer import Lora
 
-    trainer = FsdpTrainer(
+    trainer = make_trainer(
         train,
         # A reference, for those that need one.
         config.algorithm.model_copy(update={"use_kl_loss": True}),
@@ -188,6 +193,8 @@ def _starting(
         device=device,
         trust_remote_code=config.model.trust_remote_code,
         lora=Lora.of(config.model),
+        # One rank has the whole model.
+        megatron={k: v for k, v in config.megatron.items() if not LAYOUT.search(k)},
     )
     prepare_model(store.objects, store.origin, config.model, config.run.seed, scratch)
     trainer.load(model_path(store.objects, store.origin, config.model, scratch), "start")

@@ -106,6 +106,10 @@ class BaseTrainer(ABC, Generic[PolicyT, OptimizerT]):
         """This rank's share of what is held."""
 
     @abstractmethod
+    def digest(self) -> StateDigest:
+        """Identity of the state that is held."""
+
+    @abstractmethod
     def _models(self, algorithm: AlgorithmConfig, batch: TrainBatch) -> Models:
         """What a batch goes through."""
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlcore.config.tree import AlgorithmConfig, Scalar, TrainConfig
 from rlcore.errors import ConfigError
-from rlcore.train.trainer import Trainer
+
+if TYPE_CHECKING:
+    from rlcore.train.base import BaseTrainer
 
 
 def make_trainer(
@@ -17,7 +19,7 @@ def make_trainer(
     megatron: Mapping[str, Scalar],
     as_sglang: bool = False,
     **more: Any,
-) -> Trainer:
+) -> BaseTrainer[Any, Any]:
     """One rank of a trainer, with no model yet.
 
     Args:

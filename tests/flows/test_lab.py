@@ -18,6 +18,21 @@ def sluice(tmp_path_factory: pytest.TempPathFactory, stack_env: dict[str, str]) 
     return made
 
 
+@pytest.mark.slow
+def test_a_run_of_another_backend_is_measured_by_that_one(sluice: Sluice, tmp_path: Path) -> None:
+    """In two layouts: ranks that divided the model are no part of it."""
+    pytest.importorskip("megatron.core")
+    config = short(tmp_path, iterations=1)
+    backend = "--set", 'train.backend="megatron"', "--set", "cluster.actor_num_gpus_per_node=2"
+    layout = "--set", "megatron.tensor_model_parallel_size=2"
+    sluice("train", str(config), "--run-id", "m", *backend, *layout)
+    found = sluice.json("lab", "m", "--iter", "0", "--policy", "-1")
+    done = sluice.json("show", "m", "--iter", "0")["metrics"]
+    own = found["rows"][0]["metrics"]
+    for name in ("grad_norm", "loss"):
+        assert own[name] == pytest.approx(done[f"train/{name}"], rel=1e-3, abs=1e-6)
+
+
 def files(root: Path | str) -> dict[str, int]:
     return {str(p): p.stat().st_mtime_ns for p in Path(root).rglob("*") if p.is_file()}
 
