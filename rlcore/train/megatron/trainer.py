@@ -116,7 +116,9 @@ class MegatronTrainer(BaseTrainer):
             self._teacher = self._build_teacher(Path(self._algorithm.opd_teacher_load))
         self._held_tensors = list(held_by(self._policy.chunks, self._policy.arch))
         weights = [weight for held in self._held_tensors if (weight := held.weight) is not None]
-        self._optimizer = DistributedAdamW(weights, self._train, divided=self._settings.divided)
+        self._optimizer = DistributedAdamW(
+            self._policy.chunks, weights, self._train, self._settings.copies
+        )
         if self._train.precision != "float32":
             # Masters are the folder's weights, not what the precision of the model left of them.
             stored = Weights(self._policy.arch, HfFolder(model_folder))
@@ -229,7 +231,8 @@ class MegatronTrainer(BaseTrainer):
         """Every weight once, whole, on a device, by its name in published folders; a tied one under
         the embedding's.
         """
-        policy, _ = self._held(weights_only=True)
+        policy, optimizer = self._held(weights_only=True)
+        optimizer.settle()
         own = {id(held.rule): held for held in self._held_tensors}
         by_name = {held.rule.megatron: held for held in own.values() if not held.repeated}
         for rule in rules(policy.arch):
@@ -290,7 +293,9 @@ class MegatronTrainer(BaseTrainer):
         """Gradients, which no state holds, are dropped."""
         if self._policy is None or self._optimizer is None:
             return
-        self._optimizer.drop_gradients()
+        if not self._offload.away:
+            self._optimizer.drop_gradients()
+            self._optimizer.settle()
         # Exports in float32 are of the master weights.
         weights = chain(_weights_of(self._policy), self._optimizer.tensors("model"))
         moments = (moment for kind in MOMENTS for moment in self._optimizer.tensors(kind))
@@ -331,7 +336,6 @@ def _check(algorithm: AlgorithmConfig, train: TrainConfig, lora: Lora | None) ->
         "model.lora_rank": lora is not None,
         "algorithm.advantage_estimator = 'ppo'": algorithm.has_critic,
         "algorithm.ref_update_interval": algorithm.ref_update_interval is not None,
-        "train.optimizer_cpu_offload": train.optimizer_cpu_offload,
     }
     for name, asked in refused.items():
         if asked:
