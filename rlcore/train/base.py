@@ -366,8 +366,9 @@ class BaseTrainer(ABC, Generic[PolicyT, OptimizerT]):
         """Gradients, which no state holds, are dropped."""
         if self._policy is None or self._optimizer is None:
             return
-        for optimizer in self._optimizers():
-            optimizer.drop_gradients()
+        if not self._offload.away:
+            for optimizer in self._optimizers():
+                optimizer.drop_gradients()
         self._offload.put_away(self._for_export(), self._for_training())
         give_back_cache(self._device)
 

@@ -90,6 +90,11 @@ class Offload:
         self._weights = Parked()
         self._rest = Parked()
 
+    @property
+    def away(self) -> bool:
+        """Whether something is in the host's memory."""
+        return self._weights.away or self._rest.away
+
     def put_away(self, weights: Iterable[Tensor], rest: Iterable[Tensor]) -> None:
         """Free the device of the policy's weights and of all else, where they lie on it."""
         if not self._rest.away:

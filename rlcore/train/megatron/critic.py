@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor, nn
 
@@ -69,7 +70,7 @@ class CriticNetwork(Network):
             rule = Rule(f"value_head.{name}", (TensorSpec(HEAD + name, tuple(weight.shape)),))
             yield Held(
                 name=f"{len(self.chunks) - 1}.{rule.megatron}",
-                tensor=weight.detach(),
+                buffer=torch.empty(0),
                 parameter=weight,
                 rule=rule,
                 arch=self.arch,

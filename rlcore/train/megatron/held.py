@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor, nn
 
@@ -22,13 +23,18 @@ class Held:
 
     name: str
     """Unique on this rank."""
-    tensor: Tensor
+    buffer: Tensor
     parameter: nn.Parameter | None
     """None: it is not trained."""
     rule: Rule
     arch: Architecture
     repeated: bool
     """It is the copy of an embedding that the last stage of a pipeline has."""
+
+    @property
+    def tensor(self) -> Tensor:
+        """Where it lies now: an optimizer moves what it trains into memory of its own."""
+        return self.buffer if self.parameter is None else self.parameter.detach()
 
     @property
     def of_experts(self) -> bool:
@@ -60,10 +66,11 @@ def held_by(chunks: Sequence[GPTModel], arch: Architecture) -> Iterator[Held]:
         tensors, parameters = held_tensors(chunk), dict(chunk.named_parameters())
         for rule, name in held_rules(chunk, arch):
             tied = arch.tie_word_embeddings and name == "output_layer.weight"
+            parameter = parameters.get(name)
             yield Held(
                 name=f"{number}.{name}",
-                tensor=tensors[name],
-                parameter=parameters.get(name),
+                buffer=tensors[name] if parameter is None else torch.empty(0),
+                parameter=parameter,
                 rule=rule,
                 arch=arch,
                 repeated=tied and not chunk.pre_process,

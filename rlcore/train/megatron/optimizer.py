@@ -1,9 +1,10 @@
 """AdamW with float32 master weights and moments divided among the ranks that hold the same weights.
 
-A weight is cut into as many chunks as ranks have a copy of it; each rank updates its own, and they
-gather what came of it. Gradients add up in float32 over the micro-batches of a step, and over ranks
-when the step is done: those that copies of a weight got on ranks that saw other samples or tokens,
-and on tensor-parallel ranks where each sees a part of what a weight acts on.
+Weights and gradients lie in buckets (`rlcore.train.megatron.buffers`). Of each bucket a rank
+updates its part, whatever weights that cuts; then ranks gather what came of it. Gradients add up in
+float32 over the micro-batches of a step, and while the last of them is passed back also over ranks
+that saw other samples or tokens. Then come tensor-parallel ranks where each saw a part of what a
+weight acts on.
 
 Invariants:
 - Each element of the model counts once in the norm of the gradient, whatever the layout.
@@ -15,23 +16,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor, nn
 
 from rlcore.config.tree import TrainConfig
 from rlcore.train.megatron import parallel
-from rlcore.train.ranks import Ranks
+from rlcore.train.megatron.buffers import Buffers, Place
+from rlcore.train.megatron.stepping import HostSteps, Run, Stepped, Steps
 
 Kind = Literal["model", "exp_avg", "exp_avg_sq"]
 KINDS: tuple[Kind, ...] = ("model", "exp_avg", "exp_avg_sq")
 MOMENTS: tuple[Kind, ...] = ("exp_avg", "exp_avg_sq")
-BUCKET = 1 << 26
-"""Elements that are reduced or gathered at once, at most one weight more."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,93 +56,84 @@ class Weight:
 
 @dataclass(eq=False)
 class Piece:
-    """This rank's chunk of one weight."""
+    """What this rank updates of one weight: some of its elements, maybe none."""
 
-    name: str
-    parameter: nn.Parameter
-    ranks: Ranks
-    """That have a copy."""
-    divided: bool
-    """Whether each of them updates a chunk; else all of them the whole."""
+    weight: Weight
+    place: Place
     counts: bool
     """Whether the norm has its elements from this rank."""
-    over_tensor: bool
-    """Whether tensor-parallel ranks add up their gradients."""
-    gradient: Tensor
-    """float32, of the whole weight on this rank."""
     master: Tensor
-    """float32 [chunk]"""
+    """float32, flat"""
+    reduced: Tensor = field(default_factory=lambda: torch.empty(0))
+    """The same elements of the gradient in float32, once it is collected."""
 
     @property
-    def parts(self) -> int:
-        """Into how many chunks the weight is cut."""
-        return self.ranks.size if self.divided else 1
+    def decays(self) -> bool:
+        """See `Stepped`: vectors (norms, biases) do not."""
+        return self.weight.parameter.ndim > 1
 
-    def chunks(self, whole: Tensor) -> Tensor:
-        """[parts, chunk] of a tensor like the weight; zeros behind its end."""
-        flat = whole.reshape(-1)
-        return nn.functional.pad(flat, (0, -len(flat) % self.parts)).view(self.parts, -1)
+    @property
+    def computes(self) -> Tensor:
+        """See `Stepped`."""
+        return self._own(self.weight.parameter.detach())
 
-    def own(self, whole: Tensor) -> Tensor:
-        """This rank's chunk of a tensor like the weight."""
-        return self.chunks(whole)[self.ranks.rank if self.divided else 0]
+    @property
+    def gradient(self) -> Tensor:
+        """The same elements of the gradient."""
+        return self._own(self.place.gradient)
 
-    def whole(self, chunks: Tensor) -> Tensor:
-        """Back from [parts, chunk]."""
-        return chunks.reshape(-1)[: self.parameter.numel()].view(self.parameter.shape)
+    def _own(self, whole: Tensor) -> Tensor:
+        first, end = self.place.own
+        return whole.view(-1)[first:end]
 
 
 class DistributedAdamW:
     """One rank's share of AdamW over all weights of a model."""
 
-    def __init__(self, weights: Sequence[Weight], config: TrainConfig, *, divided: bool) -> None:
-        """`weights` are this rank's; no weight decay for vectors (norms, biases)."""
-        self._pieces = [_piece(weight, divided=divided) for weight in weights]
-        self._by_name = {piece.name: piece for piece in self._pieces}
-        for piece in self._pieces:
-            piece.parameter.register_post_accumulate_grad_hook(_adder(piece))
-        groups = [
-            {
-                "params": [p.master for p in self._pieces if (p.parameter.ndim > 1) == decays],
-                "weight_decay": config.weight_decay if decays else 0.0,
-            }
-            for decays in (True, False)
+    def __init__(
+        self,
+        chunks: Sequence[GPTModel],
+        weights: Sequence[Weight],
+        train: TrainConfig,
+        config: DistributedDataParallelConfig,
+    ) -> None:
+        """`weights` are all that the chunks train; `config` says how copies are held together."""
+        for weight in weights:
+            # megatron-core's mark; its own leaves experts without expert parallelism out.
+            weight.parameter.allreduce = not weight.of_experts  # type: ignore[attr-defined]
+        self._buffers = Buffers(chunks, config)
+        places = dict(self._buffers.places())
+        host = train.optimizer_cpu_offload
+        self._pieces = [
+            _piece(weight, places[weight.parameter], divided=self._buffers.divided, on_host=host)
+            for weight in weights
         ]
-        self._adamw = torch.optim.AdamW(
-            [group for group in groups if group["params"]],
-            lr=config.lr,
-            betas=(config.adam_beta1, config.adam_beta2),
-            eps=config.adam_eps,
-            fused=True,
-        )
-        for piece in self._pieces:
-            self._adamw.state[piece.master] = {
-                name: torch.zeros_like(piece.master) for name in MOMENTS
-            }
+        self._by_name = {piece.weight.name: piece for piece in self._pieces}
+        own = [piece for piece in self._pieces if len(piece.master)]
+        self._steps: Steps | HostSteps = (HostSteps if host else Steps)(own, train)
+        self._runs: dict[Stepped, Run] = {p: run for run in self._steps.runs for p in run.pieces}
         self.after_step: Callable[[], None] | None = None
         """What follows each step."""
-        self.set_steps(0)
+        self.steps = 0
 
     def set_steps(self, steps: int) -> None:
         """Say how many steps the moments stand for."""
         self.steps = steps
-        for piece in self._pieces:
-            device = piece.master.device
-            self._adamw.state[piece.master]["step"] = torch.tensor(float(steps), device=device)
+        for run in self._steps.runs:
+            run.set_steps(steps)
 
     # --- a step -----------------------------------------------------------------------------------
 
     @torch.no_grad()
     def collect_gradients(self) -> float:
         """See `Optimizer`."""
+        self._buffers.finish()
         _add_up_tied(self._pieces)
+        _add_up_over_tensor(self._pieces)
         for piece in self._pieces:
-            if piece.over_tensor:
-                parallel.tensor_ranks().add(piece.gradient)
-        for bucket in _buckets(self._pieces):
-            _reduce(bucket)
-        counted = [p.master.grad for p in self._pieces if p.counts and p.master.grad is not None]
-        device = self._pieces[0].master.device
+            piece.reduced = piece.gradient.float()
+        counted = [piece.reduced for piece in self._pieces if piece.counts]
+        device = self._pieces[0].reduced.device
         square = torch.zeros((), dtype=torch.float64, device=device)
         if counted:
             square += nn.utils.get_total_norm(counted).double().square()
@@ -151,14 +144,10 @@ class DistributedAdamW:
     def step(self, lr: float, scale: float) -> None:
         """See `Optimizer`."""
         if scale != 1.0:
-            torch._foreach_mul_(
-                [g for p in self._pieces if (g := p.master.grad) is not None], scale
-            )
-        for group in self._adamw.param_groups:
-            group["lr"] = lr
-        self._adamw.step()
+            torch._foreach_mul_([piece.reduced for piece in self._pieces], scale)
+        self._steps.step(lr)
         self.steps += 1
-        self.publish()
+        self._buffers.send()
         self.drop_gradients()
         if self.after_step is not None:
             self.after_step()
@@ -166,17 +155,18 @@ class DistributedAdamW:
     @torch.no_grad()
     def publish(self) -> None:
         """Have the weights that compute become the master weights."""
-        for bucket in _buckets(self._pieces):
-            dtype = bucket[0].parameter.dtype
-            gathered = _gathered(bucket, [p.master.to(dtype) for p in bucket])
-            for piece, chunks in zip(bucket, gathered, strict=True):
-                piece.parameter.copy_(piece.whole(chunks))
+        self._steps.hand_over()
+        self._buffers.settle(again=True)
+
+    def settle(self) -> None:
+        """Wait for weights that are on their way; all ranks call it before they are read otherwise
+        than by a forward pass.
+        """
+        self._buffers.settle()
 
     def drop_gradients(self) -> None:
         """See `Optimizer`."""
-        for piece in self._pieces:
-            piece.gradient.zero_()
-            piece.master.grad = piece.parameter.grad = None
+        self._buffers.drop_gradients()
 
     # --- what is held, weight by weight -----------------------------------------------------------
 
@@ -190,101 +180,74 @@ class DistributedAdamW:
         a copy call it.
         """
         piece = self._by_name[name]
-        return piece.whole(_gathered([piece], [self._held(kind, piece)])[0])
+        parameter, held = piece.weight.parameter, self._held(kind, piece)
+        whole = torch.empty(parameter.numel(), dtype=torch.float32, device=parameter.device)
+        first, end = piece.place.own
+        whole[first:end] = held
+        if self._buffers.divided:
+            sent = [
+                parallel.spread_later(whole[first:end], piece.place.ranks, rank)
+                for rank, (first, end) in enumerate(piece.place.spans)
+                if first < end
+            ]
+            for work in sent:
+                work.wait()
+        return whole.view(parameter.shape)
 
     @torch.no_grad()
     def write(self, kind: Kind, name: str, whole: Tensor) -> None:
         """Replace it; `publish` has weights follow their masters."""
         piece = self._by_name[name]
-        self._held(kind, piece).copy_(piece.own(whole))
+        first, end = piece.place.own
+        self._held(kind, piece).copy_(whole.reshape(-1)[first:end])
 
     def gradients(self) -> Iterator[Tensor]:
         """Where those of a step add up."""
-        return (piece.gradient for piece in self._pieces)
+        return self._buffers.gradients()
 
     def collected(self) -> Iterator[Tensor]:
         """What `collect_gradients` came to, this rank's share."""
-        return (piece.master.grad for piece in self._pieces if piece.master.grad is not None)
+        return (piece.reduced for piece in self._pieces)
 
     def tensors(self, kind: Kind) -> Iterator[Tensor]:
         """This rank's share of the master weights, or of a moment."""
         return (self._held(kind, piece) for piece in self._pieces)
 
     def _held(self, kind: Kind, piece: Piece) -> Tensor:
-        held: Tensor = piece.master if kind == "model" else self._adamw.state[piece.master][kind]
-        return held
+        if kind == "model" or piece not in self._runs:
+            return piece.master
+        return self._runs[piece].moment(kind, piece)
 
 
-def _piece(weight: Weight, *, divided: bool) -> Piece:
-    ranks = parallel.reducing_ranks(of_experts=weight.of_experts)
+def _piece(weight: Weight, place: Place, *, divided: bool, on_host: bool) -> Piece:
     tensor = parallel.tensor_ranks(of_experts=weight.of_experts)
     first = (weight.is_share or tensor.rank == 0) and not weight.repeated
     piece = Piece(
-        name=weight.name,
-        parameter=weight.parameter,
-        ranks=ranks,
-        divided=divided,
-        counts=first and (divided or ranks.rank == 0),
-        over_tensor=weight.acts_on_share and tensor.size > 1,
-        gradient=torch.zeros_like(weight.parameter, dtype=torch.float32),
+        weight=weight,
+        place=place,
+        counts=first and (divided or place.ranks.rank == 0),
         master=torch.empty(0),
     )
-    piece.master = piece.own(weight.parameter.detach().float()).clone()
+    device = "cpu" if on_host else weight.parameter.device
+    piece.master = piece.computes.to(device, torch.float32, copy=True)
     return piece
-
-
-def _adder(piece: Piece) -> Callable[[Tensor], None]:
-    def add(parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        piece.gradient.add_(parameter.grad)
-        parameter.grad = None
-
-    return add
 
 
 def _add_up_tied(pieces: Sequence[Piece]) -> None:
     """Gradients of an embedding that is the output layer too, on the two stages that have it."""
-    # megatron-core's mark.
-    tied = [p for p in pieces if getattr(p.parameter, "shared_embedding", False)]
+    # megatron-core's mark; it has a bucket of its own on both, so they hold the same elements.
+    tied = [p for p in pieces if getattr(p.weight.parameter, "shared_embedding", False)]
     if tied and parallel.stages().size > 1:
         dist.all_reduce(tied[0].gradient, group=parallel_state.get_embedding_group())
 
 
-def _buckets(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
-    """Runs of weights that the same ranks have copies of, in the same dtype."""
-    open_ones: dict[tuple[object, torch.dtype], list[Piece]] = {}
-    for piece in pieces:
-        key = piece.ranks.group, piece.parameter.dtype
-        bucket = open_ones.setdefault(key, [])
-        bucket.append(piece)
-        if sum(p.parameter.numel() for p in bucket) >= BUCKET:
-            yield open_ones.pop(key)
-    yield from open_ones.values()
-
-
-def _reduce(bucket: Sequence[Piece]) -> None:
-    """Add up the gradients of a bucket's weights over the ranks; each keeps its chunk."""
-    ranks = bucket[0].ranks
-    if ranks.size == 1:
-        for piece in bucket:
-            piece.master.grad = piece.own(piece.gradient)
-        return
-    joined = torch.cat([piece.chunks(piece.gradient) for piece in bucket], 1)
-    if bucket[0].divided:
-        own = torch.empty_like(joined[0])
-        dist.reduce_scatter_tensor(own, joined.view(-1), group=ranks.group)
-    else:
-        own = joined[0]
-        ranks.add(own)
-    for piece, part in zip(bucket, own.split([len(p.master) for p in bucket]), strict=True):
-        piece.master.grad = part
-
-
-def _gathered(bucket: Sequence[Piece], chunks: Sequence[Tensor]) -> list[Tensor]:
-    """[parts, chunk] of each weight of a bucket, from this rank's chunks."""
-    if bucket[0].parts == 1:
-        return [chunk[None] for chunk in chunks]
-    own = torch.cat(list(chunks))
-    joined = own.new_empty(bucket[0].parts, len(own))
-    dist.all_gather_into_tensor(joined.view(-1), own, group=bucket[0].ranks.group)
-    return list(joined.split([len(chunk) for chunk in chunks], 1))
+def _add_up_over_tensor(pieces: Sequence[Piece]) -> None:
+    """Gradients of what is whole on tensor-parallel ranks, each of which saw a part of what it acts
+    on; they hold the same elements.
+    """
+    ranks = parallel.tensor_ranks()
+    parts = [piece.gradient for piece in pieces if piece.weight.acts_on_share]
+    if ranks.size > 1 and parts:
+        joined = torch.cat(parts)
+        ranks.add(joined)
+        torch._foreach_copy_(parts, list(joined.split([len(part) for part in parts])))

@@ -6,8 +6,10 @@ takes its place.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import initialize_rng_tracker
@@ -95,6 +97,30 @@ def spread(tensor: Tensor, ranks: Ranks, source: int) -> None:
     if ranks.size > 1:
         assert ranks.group is not None
         dist.broadcast(tensor, dist.get_global_rank(ranks.group, source), group=ranks.group)
+
+
+def spread_later(tensor: Tensor, ranks: Ranks, source: int) -> dist.Work:
+    """The same, done when what is returned has been waited for."""
+    assert ranks.group is not None
+    first = dist.get_global_rank(ranks.group, source)
+    work: dist.Work = dist.broadcast(tensor, first, group=ranks.group, async_op=True)
+    return work
+
+
+def handed_on(
+    tensor: Tensor | None, shape: Sequence[int], ranks: Ranks, source: int, target: int
+) -> Tensor:
+    """What `source` has of float32 numbers, on `target`; those two call it."""
+    if tensor is None:
+        device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
+        tensor = torch.empty(shape, dtype=torch.float32, device=device)
+    if source != target:
+        assert ranks.group is not None
+        if ranks.rank == source:
+            dist.send(tensor, dist.get_global_rank(ranks.group, target), group=ranks.group)
+        else:
+            dist.recv(tensor, dist.get_global_rank(ranks.group, source), group=ranks.group)
+    return tensor
 
 
 def spread_object(value: Any, ranks: Ranks, source: int) -> Any:

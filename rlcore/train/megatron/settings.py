@@ -1,7 +1,8 @@
 """The table `megatron` of a configuration: settings by megatron-core's own names.
 
-Some say how the model lies on ranks; the others are fields of megatron-core's `TransformerConfig`.
-What follows from the model or from `train` is not asked for twice.
+Some say how the model lies on ranks, some how copies of weights are held together; the others are
+fields of megatron-core's `TransformerConfig`. What follows from the model or from `train` is not
+asked for twice.
 """
 
 from __future__ import annotations
@@ -11,12 +12,15 @@ from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from typing import Any, Self
 
+from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from rlcore.config.tree import Scalar, TrainConfig
 from rlcore.errors import ConfigError
 from rlcore.models.architecture import Architecture
+from rlcore.plugins import MEGATRON
 from rlcore.train.megatron.model import Layout
+from rlcore.train.megatron.refused import reason
 
 OF_LAYOUT = {
     "tensor_model_parallel_size": "tensor_parallel",
@@ -27,57 +31,18 @@ OF_LAYOUT = {
     "expert_tensor_parallel_size": "expert_tensor_parallel",
     "sequence_parallel": "sequence_parallel",
 }
-OPTIMIZER = "use_distributed_optimizer"
-FROM_ELSEWHERE = {
-    "params_dtype": "train.precision",
-    "pipeline_dtype": "train.precision",
-    "bf16": "train.precision",
-    "fp16": "train.precision",
-    "hidden_dropout": "nothing: the policy that is trained is the one that sampled",
-    "attention_dropout": "nothing: the policy that is trained is the one that sampled",
-    "calculate_per_token_loss": "algorithm.loss_aggregation",
-    "variable_seq_lengths": "the packing",
+OF_COPIES = {
+    "use_distributed_optimizer": True,
+    "overlap_grad_reduce": True,
+    "overlap_param_gather": True,
+    "grad_reduce_in_fp32": True,
+    "ddp_bucket_size": None,
+    "num_buckets": None,
+    "pad_buckets_for_high_nccl_busbw": False,
+    "reduce_scatter_with_fp32_accumulation": False,
 }
-"""Fields that other settings decide."""
-FROM_THE_MODEL = frozenset(
-    {
-        "num_layers",
-        "hidden_size",
-        "ffn_hidden_size",
-        "num_attention_heads",
-        "num_query_groups",
-        "kv_channels",
-        "layernorm_epsilon",
-        "normalization",
-        "qk_layernorm",
-        "add_qkv_bias",
-        "add_bias_linear",
-        "rotary_interleaved",
-        "gated_linear_unit",
-        "activation_func",
-        "num_moe_experts",
-        "moe_router_topk",
-        "moe_ffn_hidden_size",
-        "moe_shared_expert_intermediate_size",
-        "moe_layer_freq",
-        "moe_router_score_function",
-        "moe_router_pre_softmax",
-        "moe_router_enable_expert_bias",
-        "moe_router_num_groups",
-        "moe_router_group_topk",
-        "moe_router_topk_scaling_factor",
-        "multi_latent_attention",
-        "q_lora_rank",
-        "kv_lora_rank",
-        "qk_head_dim",
-        "qk_pos_emb_head_dim",
-        "v_head_dim",
-        "rotary_base",
-        "rope_type",
-        "rotary_scaling_factor",
-    }
-)
-"""Fields that the model's architecture decides."""
+"""What is of `DistributedDataParallelConfig`, and what it is unless it is set."""
+WHOLE_NUMBERS = ("ddp_bucket_size", "num_buckets")
 RECOMPUTE = {
     "recompute_granularity": "full",
     "recompute_method": "uniform",
@@ -91,8 +56,8 @@ class Settings:
     """What a table comes to."""
 
     layout: Layout
-    divided: bool
-    """Whether ranks that have copies of a weight share its optimizer."""
+    copies: DistributedDataParallelConfig
+    """How ranks that have copies of weights hold them together."""
     more: Mapping[str, Any]
     """Further fields of `TransformerConfig`."""
 
@@ -103,15 +68,7 @@ class Settings:
         Raises:
             ConfigError: naming the setting that there is not, and the nearest one.
         """
-        known = {field.name for field in fields(MLATransformerConfig)}
-        for name in table:
-            reason = "the model" if name in FROM_THE_MODEL else FROM_ELSEWHERE.get(name)
-            if reason is not None:
-                raise ConfigError(f"megatron.{name} follows from {reason}; leave it out")
-            if name not in known and name not in OF_LAYOUT and name != OPTIMIZER:
-                near = get_close_matches(name, [*known, *OF_LAYOUT, OPTIMIZER], 1)
-                hint = f"; do you mean megatron.{near[0]}?" if near else ""
-                raise ConfigError(f"megatron.{name}: megatron-core has no such setting{hint}")
+        _check_names(table)
         layout: dict[str, Any] = {
             own: table[name] for name, own in OF_LAYOUT.items() if name in table
         }
@@ -121,9 +78,53 @@ class Settings:
             if value is not None and (type(value) is not wanted or (wanted is int and value < 1)):
                 kind = "true or false" if wanted is bool else "a whole number from 1 on"
                 raise ConfigError(f"megatron.{name} = {value!r} must be {kind}")
-        more = {k: v for k, v in table.items() if k not in OF_LAYOUT and k != OPTIMIZER}
+        more = {k: v for k, v in table.items() if k not in OF_LAYOUT and k not in OF_COPIES}
         recompute = RECOMPUTE if train.gradient_checkpointing else {}
-        return cls(Layout(**layout), bool(table.get(OPTIMIZER, True)), {**recompute, **more})
+        return cls(Layout(**layout), _copies(table, train), {**recompute, **more})
+
+
+def _check_names(table: Mapping[str, Scalar]) -> None:
+    """Raises for those that there are not."""
+    of_model = {field.name for field in fields(MLATransformerConfig)}
+    known = frozenset({*of_model, *OF_LAYOUT, *OF_COPIES})
+    for name in table:
+        if why := reason(name, known):
+            raise ConfigError(f"megatron.{name} {why}")
+        if name not in known:
+            near = get_close_matches(name, known, 1)
+            hint = f"; do you mean megatron.{near[0]}?" if near else ""
+            raise ConfigError(f"megatron.{name}: megatron-core has no such setting{hint}")
+
+
+def _copies(table: Mapping[str, Scalar], train: TrainConfig) -> DistributedDataParallelConfig:
+    given = {name: table[name] for name in OF_COPIES if name in table}
+    for name, value in given.items():
+        number = name in WHOLE_NUMBERS
+        if type(value) is not (int if number else bool) or (number and int(value) < 1):
+            kind = "a whole number from 1 on" if number else "true or false"
+            raise ConfigError(f"megatron.{name} = {value!r} must be {kind}")
+    values: dict[str, Any] = {**OF_COPIES, **given}
+    for name, other in (
+        ("overlap_param_gather", "overlap_grad_reduce"),
+        ("overlap_param_gather", "use_distributed_optimizer"),
+        ("reduce_scatter_with_fp32_accumulation", "use_distributed_optimizer"),
+    ):
+        if given.get(name) and not values[other]:
+            raise ConfigError(f"megatron.{name} = true needs megatron.{other} = true")
+    if not (values["overlap_grad_reduce"] and values["use_distributed_optimizer"]):
+        values["overlap_param_gather"] = False
+    if "overlap_param_gather" not in given and _reads_weights(train):
+        values["overlap_param_gather"] = False
+    values["bucket_size"] = values.pop("ddp_bucket_size")
+    try:
+        return DistributedDataParallelConfig(**{k: v for k, v in values.items() if v is not None})
+    except (AssertionError, TypeError, ValueError) as error:
+        raise ConfigError(f"megatron-core refuses these settings: {error}") from error
+
+
+def _reads_weights(train: TrainConfig) -> bool:
+    """Whether functions of one's own get the model before a pass: it must be whole then."""
+    return any(getattr(train, name) for name in MEGATRON if "before" in name)
 
 
 def check_layout(arch: Architecture, layout: Layout) -> None:

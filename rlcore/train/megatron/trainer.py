@@ -78,7 +78,11 @@ class MegatronTrainer(BaseTrainer[PolicyNetwork, DistributedAdamW]):
         where = current_device(device)
         super().__init__(train, algorithm, temperature=temperature, seed=seed, device=where)
         self._settings = Settings.of(megatron or {}, train)
-        _check(train, lora)
+        if lora is not None:
+            raise ConfigError(
+                "model.lora_rank is not there with train.backend = 'megatron'; use 'fsdp', or "
+                "leave it out"
+            )
         self._hooks = Hooks(train, megatron or {})
         parallel.set_up(self._settings.layout)
         self.ranks = parallel.data_ranks()
@@ -104,17 +108,19 @@ class MegatronTrainer(BaseTrainer[PolicyNetwork, DistributedAdamW]):
         self._held_tensors = list(held_by(policy.chunks, policy.arch))
         self._homes = _homes(self._held_tensors)
         stored = Weights(policy.arch, HfFolder(folder))
-        self._optimizer = self._build_optimizer(self._held_tensors, self._train, stored.read)
+        self._optimizer = self._build_optimizer(
+            policy, self._held_tensors, self._train, stored.read
+        )
         self._optimizer.after_step = policy.routers.balance
         if self._algorithm.has_critic:
             self._critic = self._build_critic(folder)
 
     def _build_optimizer(
-        self, tensors: Sequence[Held], train: TrainConfig, read: ReadTensor
+        self, model: Network, tensors: Sequence[Held], train: TrainConfig, read: ReadTensor
     ) -> DistributedAdamW:
         """Over all weights of a model that was `read`."""
         weights = [weight for held in tensors if (weight := held.weight) is not None]
-        optimizer = DistributedAdamW(weights, train, divided=self._settings.divided)
+        optimizer = DistributedAdamW(model.chunks, weights, train, self._settings.copies)
         if train.precision != "float32":
             # Masters are the folder's weights, not what the precision of the model left of them.
             for held in tensors:
@@ -183,7 +189,7 @@ class MegatronTrainer(BaseTrainer[PolicyNetwork, DistributedAdamW]):
         tensors = list(critic.held())
         for held in tensors:
             held.tensor.copy_(own_share(held.rule, read, held.tensor))
-        optimizer = self._build_optimizer(tensors, self._critic_train, read)
+        optimizer = self._build_optimizer(critic, tensors, self._critic_train, read)
         return TrainedCritic(critic, optimizer, tensors)
 
     def _vocabulary(self, model: PolicyNetwork) -> int:
@@ -221,7 +227,8 @@ class MegatronTrainer(BaseTrainer[PolicyNetwork, DistributedAdamW]):
         """Every weight once, whole, on a device, by its name in published folders; a tied one under
         the embedding's.
         """
-        policy, _ = self._held(weights_only=True)
+        policy, optimizer = self._held(weights_only=True)
+        optimizer.settle()
         own = {id(held.rule): held for held in self._held_tensors}
         by_name = {held.rule.megatron: held for held in own.values() if not held.repeated}
         for rule in rules(policy.arch):
@@ -266,6 +273,13 @@ class MegatronTrainer(BaseTrainer[PolicyNetwork, DistributedAdamW]):
     def adapter(self) -> Adapter:
         """There is none: adapters are refused."""
         raise TrainError("the Megatron backend trains no adapters; use train.backend = 'fsdp'")
+
+    def offload(self) -> None:
+        """Gradients, which no state holds, are dropped; weights on their way arrive first."""
+        if not self._offload.away:
+            for optimizer in self._optimizers():
+                optimizer.settle()
+        super().offload()
 
     def _optimizers(self) -> Iterator[DistributedAdamW]:
         if self._optimizer is not None:
@@ -320,16 +334,3 @@ def _homes(held: list[Held]) -> dict[int | None, int]:
     stages = parallel.stages()
     own = sorted({one.rule.layer for one in held if one.rule.layer is not None})
     return {layer: stage for stage, layers in enumerate(stages.gather(own)) for layer in layers}
-
-
-def _check(train: TrainConfig, lora: Lora | None) -> None:
-    """Raises for what this backend does not do."""
-    refused = {
-        "model.lora_rank": lora is not None,
-        "train.optimizer_cpu_offload": train.optimizer_cpu_offload,
-    }
-    for name, asked in refused.items():
-        if asked:
-            raise ConfigError(
-                f"{name} is not there with train.backend = 'megatron'; use 'fsdp', or leave it out"
-            )

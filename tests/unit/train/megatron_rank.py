@@ -37,6 +37,8 @@ def run(case: dict[str, Any], device: str) -> dict[str, Any]:
         out["restored"] = trainer.load_state(case["restore"], "start")
     shares = case["shares"][trainer.ranks.size]
     out["metrics"] = trainer.train("start", "next", shares[trainer.ranks.rank]).metrics
+    if case.get("again"):
+        out["after"] = trainer.digest()
     if case.get("save"):
         trainer.save_state(case["save"])
         out["saved"] = trainer.digest()

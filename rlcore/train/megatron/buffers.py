@@ -1,0 +1,173 @@
+"""Weights and gradients of a model in contiguous memory, which ranks that have copies of them add
+up and gather while they compute: megatron-core's `DistributedDataParallel`, over each run of
+layers.
+
+Its hooks add gradients up in a buffer as they come. With the last micro-batch of a step it sends
+each bucket off as soon as it is full (`overlap_grad_reduce`); and a module of the next forward pass
+waits only for the bucket that has its weights (`overlap_param_gather`).
+
+Invariants:
+- Ranks that have copies of a weight have it at the same place of the same bucket.
+- Whoever reads weights otherwise than by a forward pass calls `settle` first, on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch import Tensor, nn
+
+from rlcore.train.megatron import parallel
+from rlcore.train.megatron.cpu import without_cuda
+from rlcore.train.ranks import Ranks
+
+Span = tuple[int, int]
+"""A run of the elements of a weight: first, and behind the last."""
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """Where a weight lies, on all ranks that have a copy."""
+
+    ranks: Ranks
+    spans: tuple[Span, ...]
+    """Of each rank, what it updates: a part, or all of it."""
+    gradient: Tensor
+    """Like the weight; within a rank's span it is whole after `Buffers.finish`."""
+
+    @property
+    def own(self) -> Span:
+        """This rank's."""
+        return self.spans[self.ranks.rank]
+
+
+class Buffers:
+    """Of all runs of layers of a model on this rank."""
+
+    def __init__(self, chunks: Sequence[GPTModel], config: DistributedDataParallelConfig) -> None:
+        """Weights of experts are marked by `allreduce = False`, as megatron-core does."""
+        if all(parallel.reducing_ranks(of_experts=e).size == 1 for e in (False, True)):
+            # There is nothing to send, and nothing to wait for.
+            off = {"overlap_grad_reduce": False, "overlap_param_gather": False}
+            config = replace(config, use_distributed_optimizer=False, **off)
+        self.divided = config.use_distributed_optimizer
+        self._config = config
+        with without_cuda():
+            self._wrapped = [_wrapped(chunk, config, k > 0) for k, chunk in enumerate(chunks)]
+        functions = [ddp.no_sync for ddp in self._wrapped]
+        chunks[0].config.no_sync_func = functions if len(functions) > 1 else functions[0]
+        if config.overlap_param_gather and chunks[-1].post_process:
+            # Its weight is read without a call of its module.
+            last, groups = chunks[-1], self._wrapped[-1].param_to_bucket_group
+            group = groups[_output_weight(last)]
+            last.decoder.final_layernorm.register_forward_pre_hook(
+                lambda *_: group.finish_param_sync()
+            )
+
+    @property
+    def _groups(self) -> Iterator[Any]:
+        for ddp in self._wrapped:
+            yield from ddp.bucket_groups
+            yield from ddp.expert_parallel_bucket_groups
+
+    def places(self) -> Iterator[tuple[nn.Parameter, Place]]:
+        """Of all weights that are trained."""
+        for ddp in self._wrapped:
+            for buffer in (*ddp.buffers, *ddp.expert_parallel_buffers):
+                ranks = Ranks(buffer.data_parallel_group)
+                for parameter, (start, end, number) in buffer.param_index_map.items():
+                    spans: tuple[Span, ...] = ((0, end - start),) * ranks.size
+                    if self.divided:
+                        spans = _spans(start, end, buffer.bucket_indices[number], ranks.size)
+                    yield parameter, Place(ranks, spans, parameter.main_grad)
+
+    def gradients(self) -> Iterator[Tensor]:
+        """Where those of a step add up."""
+        for ddp in self._wrapped:
+            for buffer in (*ddp.buffers, *ddp.expert_parallel_buffers):
+                yield buffer.grad_data
+
+    def finish(self) -> None:
+        """Have gradients added up over the ranks, as far as they are not yet."""
+        for group in self._groups:
+            if self._config.overlap_grad_reduce and group.grad_reduce_handle is None:
+                # The first step finds out which gradients a bucket must wait for.
+                group.start_grad_sync()
+            group.finish_grad_sync()
+
+    def send(self) -> None:
+        """The spans of all ranks have new weights: gather them, or leave that to the next forward
+        pass.
+        """
+        if self.divided and not self._config.overlap_param_gather:
+            self.settle(again=True)
+
+    def settle(self, *, again: bool = False) -> None:
+        """Weights are gathered when this returns; `again`, even if they had been."""
+        if not self.divided:
+            return
+        for group in self._groups:
+            waits = group.param_gather_handle is not None
+            if again or waits or not group.param_gather_dispatched:
+                group.start_param_sync(force_sync=True)
+
+    def drop_gradients(self) -> None:
+        """Forget them; those on their way arrive first."""
+        for group in self._groups:
+            if group.grad_reduce_handle is not None:
+                group.grad_reduce_handle.wait()
+                group.grad_reduce_handle = None
+            if len(group.per_param_grad_ready_counts) < len(group.params):
+                # A pass that broke off says nothing of how many there are.
+                group.per_param_grad_ready_counts = {}
+        for ddp in self._wrapped:
+            ddp.zero_grad_buffer()
+
+
+def _wrapped(
+    chunk: GPTModel, config: DistributedDataParallelConfig, follows: bool
+) -> DistributedDataParallel:
+    """`follows`: other runs of layers of this stage come before; it needs no buckets."""
+    config, more = replace(config), {}
+    if config.use_distributed_optimizer and hasattr(
+        DistributedOptimizer, "compute_full_param_layout"
+    ):
+        more["full_param_layout"] = _layout_of_buckets(chunk, config, follows)
+    return DistributedDataParallel(chunk.config, config, chunk, disable_bucketing=follows, **more)
+
+
+def _layout_of_buckets(
+    chunk: GPTModel, config: DistributedDataParallelConfig, follows: bool
+) -> Any:
+    """From 0.19 on, the caller says where weights lie whose optimizer is divided."""
+    ranks, of_experts = (parallel.reducing_ranks(of_experts=e).size for e in (False, True))
+    size = config.bucket_size or max(40_000_000, 1_000_000 * ranks)
+    whole = follows or parallel.stages().rank > 0 or not config.overlap_grad_reduce
+    return DistributedOptimizer.compute_full_param_layout(
+        [p for p in chunk.parameters() if p.requires_grad],
+        None if whole else size,
+        ranks,
+        config,
+        of_experts,
+    )
+
+
+def _spans(start: int, end: int, bucket: Span, parts: int) -> tuple[Span, ...]:
+    """What each rank has of a weight: its part of the bucket, as far as the weight goes."""
+    each = (bucket[1] - bucket[0]) // parts
+    edges = [min(max(bucket[0] + k * each, start), end) - start for k in range(parts + 1)]
+    return tuple(pairwise(edges))
+
+
+def _output_weight(chunk: GPTModel) -> nn.Parameter:
+    if chunk.share_embeddings_and_output_weights:
+        tied: nn.Parameter = chunk.shared_embedding_or_output_weight()
+        return tied
+    own: nn.Parameter = chunk.output_layer.weight
+    return own
