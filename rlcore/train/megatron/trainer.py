@@ -35,9 +35,9 @@ from rlcore.train.base import (
 )
 from rlcore.train.custom import Functions
 from rlcore.train.fsdp.model import current_device
-from rlcore.train.fsdp.shards import ShardWriter
 from rlcore.train.loop import BatchLoop, LoopSettings
 from rlcore.train.megatron import parallel, state
+from rlcore.train.megatron.chunks import ChunkWriter
 from rlcore.train.megatron.cpu import without_cuda
 from rlcore.train.megatron.held import Held, held_by
 from rlcore.train.megatron.hooks import Hooked, HookedTraining, Hooks
@@ -98,7 +98,7 @@ class MegatronTrainer(BaseTrainer):
         self._optimizer: DistributedAdamW | None = None
         self._held_tensors: list[Held] = []
         self._homes: dict[int | None, int] = {}
-        self._writer = ShardWriter()
+        self._writer = ChunkWriter()
 
     # --- state ------------------------------------------------------------------------------------
 
@@ -127,7 +127,7 @@ class MegatronTrainer(BaseTrainer):
                     whole = own_share(held.rule, stored.read, held.tensor)
                     self._optimizer.write("model", held.name, whole.to(self._device))
         self._homes = _homes(self._held_tensors)
-        self._writer = ShardWriter()
+        self._writer = ChunkWriter()
         self._folder = model_folder
         self._hooks.call("custom_megatron_init_path")
         torch.manual_seed(self._seed)
