@@ -4,7 +4,8 @@
     python -m benchmarks.megatron --shape qwen3-4B --gpus 2
 
 Each backend and layout runs in processes of its own, one a GPU, on a model of a published shape
-with random weights; without a GPU the shape is `tiny` and the device the CPU. Writes
+with random weights; without a GPU the shape is `tiny` and the device the CPU. Then the state is
+saved: seconds, bytes by rank, and by how much the memory of the rank that grew most grew. Writes
 `results/megatron-SHAPE-GPUS.json`. Goal: at one GPU Megatron is at least as fast as FSDP2.
 """
 
@@ -29,6 +30,7 @@ LAYOUTS: dict[int, dict[str, tuple[str, dict[str, Any]]]] = {
     2: {
         "fsdp dp2": ("fsdp", {}),
         "megatron dp2": ("megatron", {}),
+        "megatron dp2 without overlap": ("megatron", {"overlap_grad_reduce": False}),
         "megatron tp2": ("megatron", {TP: 2}),
         "megatron tp2 sequence-parallel": ("megatron", {TP: 2, SP: True}),
         "megatron pp2": ("megatron", {"pipeline_model_parallel_size": 2}),
@@ -82,6 +84,7 @@ def rank_main(job: dict[str, Any], rank: int) -> None:
         if device == "cuda":
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - began)
+    saving = save(trainer, Path(job["out"]).with_suffix(".state"))
     if rank == 0:
         found = {
             "seconds": seconds[job["warm"] :],
@@ -90,9 +93,39 @@ def rank_main(job: dict[str, Any], rank: int) -> None:
             "loss": metrics["loss"],
             "grad_norm": metrics["grad_norm"],
             "tflops_a_gpu": metrics.get("perf/actor_train_tflops"),
+            "saving": saving,
         }
         Path(job["out"]).write_text(json.dumps(found))
     dist.destroy_process_group()
+
+
+def save(trainer: Any, folder: Path) -> dict[str, Any]:
+    """What a state costs: where it is written, how long it takes, and what memory."""
+    import shutil
+
+    import torch.distributed as dist
+
+    # From here on the kernel counts the peak anew.
+    Path("/proc/self/clear_refs").write_text("5")
+    before = resident("VmRSS")
+    dist.barrier()
+    began = time.perf_counter()
+    trainer.save_state(folder)
+    dist.barrier()
+    seconds = time.perf_counter() - began
+    growth: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(growth, resident("VmHWM") - before)
+    written = [path.stat().st_size for path in sorted(folder.glob("shard-*"))]
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder)
+    return {"seconds": round(seconds, 3), "bytes_by_rank": written, "host_growth": max(growth)}
+
+
+def resident(kind: str) -> int:
+    """Bytes of this process's memory, as the kernel counts them."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith(kind)).split()[1])
 
 
 def share(job: dict[str, Any], rank: int, ranks: int) -> Any:

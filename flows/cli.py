@@ -244,7 +244,7 @@ def convert(
     ] = None,
     dtype: Annotated[
         Literal["float32", "bfloat16"] | None,
-        Parameter(help="Of weights in a Hugging Face folder. Default: as they are stored."),
+        Parameter(help="Of weights that are written. Default: as they are stored."),
     ] = None,
     padded_vocab_size: Annotated[
         int | None,
@@ -254,11 +254,17 @@ def convert(
         Literal["fp8"] | None,
         Parameter(help="Write a Hugging Face folder in fp8 blocks, for rollout.hf_checkpoint."),
     ] = None,
+    to: Annotated[
+        Literal["torch_dist"] | None,
+        Parameter(
+            help="Write a Megatron checkpoint of a run's state. Default: a Hugging Face one."
+        ),
+    ] = None,
     root: Root = None,
     json: Json = False,
 ) -> None:
-    """Convert weights: Hugging Face to Megatron, Megatron to Hugging Face, a run's state to Hugging
-    Face, Hugging Face to fp8.
+    """Convert weights: Hugging Face to Megatron, Megatron to Hugging Face, a run's state to either,
+    Hugging Face to fp8.
     """
     from flows.commands.convert import convert as write
 
@@ -270,6 +276,7 @@ def convert(
         dtype=dtype,
         padded_vocab_size=padded_vocab_size,
         quantize=quantize,
+        to=to,
         root=root_of(root),
         as_json=json,
     )

@@ -27,6 +27,7 @@ def convert(
     dtype: "DType | None",
     padded_vocab_size: int | None,
     quantize: Literal["fp8"] | None = None,
+    to: Literal["torch_dist"] | None = None,
     root: str,
     as_json: bool,
 ) -> None:
@@ -37,9 +38,10 @@ def convert(
         target: must not exist.
         model: the Hugging Face folder whose config and tokenizer a Megatron checkpoint has.
         iteration: of a run, whose state it is; None: the newest that is kept.
-        dtype: of weights in a Hugging Face folder; None: as they are stored.
+        dtype: of weights that are written; None: as they are stored.
         padded_vocab_size: rows of a Megatron checkpoint's embedding.
         quantize: write a Hugging Face folder in fp8 blocks of another one.
+        to: a Megatron checkpoint of a run's state; None: a Hugging Face folder.
         root: of the runs.
         as_json: all of it as JSON.
 
@@ -58,15 +60,16 @@ def convert(
             iter=iteration,
             dtype=dtype,
             padded_vocab_size=padded_vocab_size,
+            to=to,
         )
         if not (folder / "config.json").is_file():
             raise ConfigError(f"{source}: --quantize takes a Hugging Face folder")
         done = hf_to_fp8(folder, target)
     elif (folder / "config.json").is_file():
-        _refuse("a Hugging Face folder", model=model, iter=iteration, dtype=dtype)
+        _refuse("a Hugging Face folder", model=model, iter=iteration, dtype=dtype, to=to)
         done = conversions.hf_to_torch_dist(folder, target, padded_vocab_size)
     elif checkpoint_folder(folder) is not None:
-        _refuse("a Megatron checkpoint", iter=iteration, padded_vocab_size=padded_vocab_size)
+        _refuse("a Megatron checkpoint", iter=iteration, padded_vocab_size=padded_vocab_size, to=to)
         if model is None:
             raise ConfigError(
                 f"{source} is a Megatron checkpoint, which has neither config.json nor tokenizer: "
@@ -79,8 +82,10 @@ def convert(
             "checkpoint of Megatron"
         )
     else:
-        _refuse("a run", model=model, padded_vocab_size=padded_vocab_size)
-        done = _of_run(source, iteration, target, dtype, root)
+        _refuse("a run", model=model)
+        if to is None:
+            _refuse("a run without --to torch_dist", padded_vocab_size=padded_vocab_size)
+        done = _of_run(source, iteration, target, dtype, to, padded_vocab_size, root)
     _show(done, as_json=as_json)
 
 
@@ -91,14 +96,29 @@ def _refuse(source: str, **given: object) -> None:
 
 
 def _of_run(
-    run_id: str, iteration: int | None, target: Path, dtype: "DType | None", root: str
+    run_id: str,
+    iteration: int | None,
+    target: Path,
+    dtype: "DType | None",
+    to: Literal["torch_dist"] | None,
+    padded_vocab_size: int | None,
+    root: str,
 ) -> "Conversion":
-    from rlcore.conversion.run import run_to_hf
+    from rlcore.conversion.run import convert_run
 
     config = existing_config(root, run_id)
     scratch = make_scratch(run_id)
     try:
-        return run_to_hf(config, open_store(config), iteration, target, dtype, scratch)
+        return convert_run(
+            config,
+            open_store(config),
+            iteration,
+            target,
+            dtype,
+            scratch,
+            to or "huggingface",
+            padded_vocab_size,
+        )
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 

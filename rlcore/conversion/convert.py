@@ -27,6 +27,7 @@ from rlcore.conversion.sources import HfFolder, Tensors, Weights
 from rlcore.conversion.torch_dist import TorchDist, TorchDistWriter, checkpoint_folder
 from rlcore.conversion.trainer_state import BUFFERS, TrainerState, WithAdapters, WithBuffers
 from rlcore.errors import ConfigError, DataError
+from rlcore.models.architecture import Architecture
 from rlcore.models.hf_config import read_hf_config
 from rlcore.models.tensors import TensorSpec, tensors
 from rlcore.train.trainer import DType
@@ -70,20 +71,55 @@ def hf_to_torch_dist(
         ConfigError: `target` exists, Megatron has no such model, or it is padded to fewer rows.
         DataError: a tensor is missing, of another shape, or has no place.
     """
-    import torch
-
     begun = time.monotonic()
     arch = read_hf_config(source)
+    weights = Weights(arch, HfFolder(source))
+    return _write_torch_dist(source, target, arch, weights, padded_vocab_size, None, begun)
+
+
+def state_to_torch_dist(
+    state: Path,
+    target: Path,
+    model: Path,
+    dtype: DType | None = None,
+    lora_alpha: float | None = None,
+    padded_vocab_size: int | None = None,
+) -> Conversion:
+    """A Megatron checkpoint of a trainer's state; arguments as of `state_to_hf` and
+    `hf_to_torch_dist`.
+    """
+    begun = time.monotonic()
+    arch = read_hf_config(model)
+    weights = _of_state(state, model, arch, lora_alpha)
+    return _write_torch_dist(state, target, arch, weights, padded_vocab_size, dtype, begun)
+
+
+def _write_torch_dist(
+    source: Path,
+    target: Path,
+    arch: Architecture,
+    weights: Weights,
+    padded_vocab_size: int | None,
+    dtype: DType | None,
+    begun: float,
+) -> Conversion:
+    import torch
+
     if padded_vocab_size is not None and padded_vocab_size < arch.vocab_size:
         raise ConfigError(
             f"padded vocabulary of {padded_vocab_size} rows: the model has {arch.vocab_size} tokens"
         )
-    weights = Weights(arch, HfFolder(source))
+
+    def read(name: str) -> Tensor:
+        tensor = weights.read(name)
+        kept = dtype is None or name.endswith(BUFFERS)
+        return tensor if kept else tensor.to(getattr(torch, str(dtype)))
+
     with whole_folder(target) as staging:
         writer = TorchDistWriter(staging, arch)
         count = 0
         for rule in rules(arch):
-            whole = rule.join([weights.read(spec.name) for spec in rule.hf])
+            whole = rule.join([read(spec.name) for spec in rule.hf])
             if rule.is_padded and padded_vocab_size is not None:
                 more = padded_vocab_size - whole.shape[0]
                 whole = torch.nn.functional.pad(whole, (0, 0, 0, more))
@@ -132,7 +168,7 @@ def state_to_hf(
     dtype: DType | None = None,
     lora_alpha: float | None = None,
 ) -> Conversion:
-    """A Hugging Face folder of an FSDP2 trainer's state.
+    """A Hugging Face folder of a trainer's state, of either backend.
 
     Args:
         state: folder of the state.
@@ -146,13 +182,7 @@ def state_to_hf(
     """
     begun = time.monotonic()
     arch = read_hf_config(model)
-    held, begun_with = TrainerState(state), HfFolder(model)
-    stored: Tensors = (
-        WithBuffers(held, begun_with)
-        if lora_alpha is None
-        else WithAdapters(held, begun_with, lora_alpha)
-    )
-    weights = Weights(arch, stored)
+    weights = _of_state(state, model, arch, lora_alpha)
     entries = [entry_of(spec, weights.dtype(spec.name), dtype) for spec in tensors(arch)]
 
     def each() -> Iterator[tuple[str, Tensor]]:
@@ -160,6 +190,16 @@ def state_to_hf(
             yield entry.name, weights.read(entry.name)
 
     return _write_hf(state, target, model, entries, each, begun, weights.left_out)
+
+
+def _of_state(state: Path, model: Path, arch: Architecture, lora_alpha: float | None) -> Weights:
+    held, begun_with = TrainerState(state), HfFolder(model)
+    stored: Tensors = (
+        WithBuffers(held, begun_with)
+        if lora_alpha is None
+        else WithAdapters(held, begun_with, lora_alpha)
+    )
+    return Weights(arch, stored)
 
 
 def entry_of(spec: TensorSpec, stored: str, asked: DType | None) -> Entry:

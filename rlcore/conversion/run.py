@@ -1,10 +1,12 @@
-"""A run's trainer state as a Hugging Face folder: for states between its checkpoints."""
+"""A run's trainer state as a Hugging Face folder or a Megatron checkpoint: for states between its
+checkpoints.
+"""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rlcore.config import RunConfig
-from rlcore.conversion.convert import Conversion, state_to_hf
+from rlcore.conversion.convert import Conversion, state_to_hf, state_to_torch_dist
 from rlcore.errors import NotFound
 from rlcore.lab import state_folder
 from rlcore.starting_model import model_path, prepare_model
@@ -14,13 +16,15 @@ from rlcore.store.run_store import RunStore
 from rlcore.train.trainer import DType
 
 
-def run_to_hf(
+def convert_run(
     config: RunConfig,
     store: RunStore,
     iteration: int | None,
     target: Path,
     dtype: DType | None,
     scratch: Path,
+    to: Literal["huggingface", "torch_dist"] = "huggingface",
+    padded_vocab_size: int | None = None,
 ) -> Conversion:
     """Convert the trainer state after an iteration.
 
@@ -31,6 +35,8 @@ def run_to_hf(
         target: must not exist.
         dtype: of the weights; None: float32.
         scratch: a local folder for what has no local place in the store.
+        to: what is written.
+        padded_vocab_size: rows of a Megatron checkpoint's embedding; None: one a token.
 
     Raises:
         NotFound: the state is not kept; says which are.
@@ -41,7 +47,10 @@ def run_to_hf(
     prepare_model(store.objects, store.origin, config.model, config.run.seed, scratch)
     model = model_path(store.objects, store.origin, config.model, scratch)
     alpha = None if config.model.lora_rank is None else config.model.lora_alpha
-    return state_to_hf(state_folder(store, at, state, scratch), target, model, dtype, alpha)
+    folder = state_folder(store, at, state, scratch)
+    if to == "torch_dist":
+        return state_to_torch_dist(folder, target, model, dtype, alpha, padded_vocab_size)
+    return state_to_hf(folder, target, model, dtype, alpha)
 
 
 def find_state(store: RunStore, iteration: int | None) -> tuple[int, dict[str, Any]]:

@@ -2,9 +2,23 @@
 
 from rlcore.slime.rules import Argument, Held, Joined, Setting, Takes
 
-LAYOUT = Held("how Megatron lays the model out; FSDP2 shards it over all ranks")
-OVERLAP = Held("gradients are reduced when a step's micro-batches are through")
+RUN_LENGTH = "num-layers-per-virtual-pipeline-stage"
+RUNS = Joined(
+    "megatron.virtual_pipeline_model_parallel_size",
+    "with `--train-backend megatron`, by `--num-layers` and the stages",
+)
+MASTERS = Held("AdamW's masters and moments are float32")
+BESIDE = Held("gradients and weights are always copied beside the steps")
 CONTEXT = "context-parallel-size"
+FIRST, LAST = "decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers"
+UNDER_OTHER_NAMES = {
+    "num-virtual-stages-per-pipeline-rank": "virtual_pipeline_model_parallel_size",
+    FIRST: "num_layers_in_first_pipeline_stage",
+    LAST: "num_layers_in_last_pipeline_stage",
+    "accumulate-allreduce-grads-in-fp32": "grad_reduce_in_fp32",
+    "ddp-pad-buckets-for-high-nccl-busbw": "pad_buckets_for_high_nccl_busbw",
+}
+"""What megatron-core's settings are called where they are not called like the options."""
 LAID_OUT: dict[str, Takes] = {
     "tensor-model-parallel-size": "int",
     "pipeline-model-parallel-size": "int",
@@ -12,15 +26,28 @@ LAID_OUT: dict[str, Takes] = {
     "expert-model-parallel-size": "int",
     "expert-tensor-parallel-size": "int",
     "sequence-parallel": "flag",
+    "num-virtual-stages-per-pipeline-rank": "int",
+    FIRST: "int",
+    LAST: "int",
     "use-distributed-optimizer": "flag",
+    "overlap-grad-reduce": "flag",
+    "overlap-param-gather": "flag",
+    "accumulate-allreduce-grads-in-fp32": "flag",
+    "ddp-bucket-size": "int",
+    "ddp-pad-buckets-for-high-nccl-busbw": "flag",
     "recompute-granularity": "str",
     "recompute-method": "str",
     "recompute-num-layers": "int",
 }
-"""Settings of `megatron`, under the same names, where that backend is asked for."""
+"""Settings of `megatron`, where that backend is asked for."""
 SHAPE = Held("read from the model's config.json, or of model.preset; what is said must agree")
 KERNEL = Held("kernels and precision of sums are the trainer's choice")
 MEMORY = Held("how Megatron saves memory; train.gradient_checkpointing recomputes activations")
+
+
+def setting(name: str) -> str:
+    """Of `megatron`, for an option of `LAID_OUT`."""
+    return f"megatron.{UNDER_OTHER_NAMES.get(name, name.replace('-', '_'))}"
 
 
 def _all(rule: Held, takes: Takes, names: str) -> list[Argument]:
@@ -35,25 +62,16 @@ OPTIONS = {
                 name,
                 takes,
                 Joined(
-                    f"megatron.{name.replace('-', '_')}",
+                    setting(name),
                     "with `--train-backend megatron`"
                     + (", else `train.context_parallel_size`" if name == CONTEXT else ""),
                 ),
             )
             for name, takes in LAID_OUT.items()
         ),
-        *_all(
-            LAYOUT,
-            "int",
-            "decoder-first-pipeline-num-layers decoder-last-pipeline-num-layers "
-            "num-layers-per-virtual-pipeline-stage",
-        ),
-        *_all(
-            OVERLAP,
-            "flag",
-            "overlap-grad-reduce overlap-param-gather "
-            "use-precision-aware-optimizer overlap-cpu-optimizer-d2h-h2d",
-        ),
+        Argument(RUN_LENGTH, "int", RUNS),
+        *_all(MASTERS, "flag", "use-precision-aware-optimizer"),
+        *_all(BESIDE, "flag", "overlap-cpu-optimizer-d2h-h2d"),
         Argument("optimizer-cpu-offload", "flag", Setting("train.optimizer_cpu_offload")),
         *_all(MEMORY, "strs", "recompute-modules"),
         *_all(
@@ -89,7 +107,7 @@ OPTIONS = {
         *_all(
             KERNEL,
             "flag",
-            "attention-softmax-in-fp32 accumulate-allreduce-grads-in-fp32 no-rope-fusion "
+            "attention-softmax-in-fp32 no-rope-fusion "
             "no-masked-softmax-fusion moe-grouped-gemm moe-permute-fusion "
             "no-gradient-accumulation-fusion enable-experimental",
         ),

@@ -14,7 +14,7 @@ from rlcore.config.tree import WITHOUT_ENGINES
 from rlcore.errors import ConfigError
 from rlcore.slime.architecture import match_architecture
 from rlcore.slime.convert import BUILT_IN_FILTERS, LOSSES
-from rlcore.slime.megatron import CONTEXT, LAID_OUT, OPTIONS
+from rlcore.slime.megatron import CONTEXT, LAID_OUT, OPTIONS, RUN_LENGTH, setting
 from rlcore.slime.rules import Argument, Held, Refused, Setting
 from rlcore.slime.table import BY_NAME
 
@@ -329,11 +329,25 @@ def _backend(given: dict[str, Any], done: Translation) -> None:
         if name not in given:
             continue
         if asked == "megatron":
-            _set(done, f"megatron.{name.replace('-', '_')}", given[name])
+            _set(done, setting(name), given[name])
         elif name == CONTEXT:
             _set(done, "train.context_parallel_size", given[name])
         else:
             done.notes.append((f"--{name}", "FSDP2 shards the model over all ranks"))
+    _interleaved(given, done)
+
+
+def _interleaved(given: dict[str, Any], done: Translation) -> None:
+    """Megatron's runs of layers on a stage, by their length."""
+    length, layers = given.get(RUN_LENGTH), given.get("num-layers")
+    if length is None or given.get("train-backend") != "megatron":
+        return
+    key = "megatron.virtual_pipeline_model_parallel_size"
+    stages = given.get("pipeline-model-parallel-size", 1)
+    if layers is None:
+        done.notes.append((f"--{RUN_LENGTH}", f"set {key}: without --num-layers it is not known"))
+    else:
+        _set(done, key, layers // stages // length)
 
 
 def _cluster(given: dict[str, Any], done: Translation) -> None:

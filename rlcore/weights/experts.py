@@ -16,12 +16,29 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _EXPERTS = ".mlp.experts"
+_PARTS = {
+    "gate_proj.weight": ("gate_up_proj", 0, 2),
+    "up_proj.weight": ("gate_up_proj", 1, 2),
+    "down_proj.weight": ("down_proj", 0, 1),
+}
 
 
 def is_stacked(name: str) -> bool:
     """Whether a parameter holds the weights of all experts of a layer."""
     head, _, last = name.rpartition(".")
     return head.endswith(_EXPERTS) and last in ("gate_up_proj", "down_proj")
+
+
+def place_in_stack(name: str) -> tuple[str, int, int, int] | None:
+    """Where the weight of an expert lies: (name of all of them, which expert, which of the parts of
+    its rows, how many parts there are); None: it is none.
+    """
+    head, found, last = name.partition(f"{_EXPERTS}.")
+    expert, _, part = last.partition(".")
+    if not found or part not in _PARTS:
+        return None
+    stack, number, parts = _PARTS[part]
+    return f"{head}{_EXPERTS}.{stack}", int(expert), number, parts
 
 
 def by_expert(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:

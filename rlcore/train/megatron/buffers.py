@@ -113,8 +113,10 @@ class Buffers:
         if not self.divided:
             return
         for group in self._groups:
-            waits = group.param_gather_handle is not None
-            if again or waits or not group.param_gather_dispatched:
+            if group.param_gather_handle is not None:
+                # It waits for what is on its way.
+                group.start_param_sync(force_sync=True)
+            if again or not group.param_gather_dispatched:
                 group.start_param_sync(force_sync=True)
 
     def drop_gradients(self) -> None:

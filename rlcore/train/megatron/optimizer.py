@@ -109,8 +109,8 @@ class DistributedAdamW:
             for weight in weights
         ]
         self._by_name = {piece.weight.name: piece for piece in self._pieces}
-        own = [piece for piece in self._pieces if len(piece.master)]
-        self._steps: Steps | HostSteps = (HostSteps if host else Steps)(own, train)
+        self._own = [piece for piece in self._pieces if len(piece.master)]
+        self._steps: Steps | HostSteps = (HostSteps if host else Steps)(self._own, train)
         self._runs: dict[Stepped, Run] = {p: run for run in self._steps.runs for p in run.pieces}
         self.after_step: Callable[[], None] | None = None
         """What follows each step."""
@@ -129,11 +129,11 @@ class DistributedAdamW:
         """See `Optimizer`."""
         self._buffers.finish()
         _add_up_tied(self._pieces)
-        _add_up_over_tensor(self._pieces)
-        for piece in self._pieces:
+        _add_up_over_tensor(self._own)
+        for piece in self._own:
             piece.reduced = piece.gradient.float()
-        counted = [piece.reduced for piece in self._pieces if piece.counts]
-        device = self._pieces[0].reduced.device
+        counted = [piece.reduced for piece in self._own if piece.counts]
+        device = self._pieces[0].place.gradient.device
         square = torch.zeros((), dtype=torch.float64, device=device)
         if counted:
             square += nn.utils.get_total_norm(counted).double().square()
@@ -143,8 +143,8 @@ class DistributedAdamW:
     @torch.no_grad()
     def step(self, lr: float, scale: float) -> None:
         """See `Optimizer`."""
-        if scale != 1.0:
-            torch._foreach_mul_([piece.reduced for piece in self._pieces], scale)
+        if scale != 1.0 and self._own:
+            torch._foreach_mul_([piece.reduced for piece in self._own], scale)
         self._steps.step(lr)
         self.steps += 1
         self._buffers.send()

@@ -1,13 +1,14 @@
-"""The trainer's state as files, and its identity by content: whole tensors under Hugging Face's
-names, in the files and with the digests of the FSDP2 trainer's states.
+"""The trainer's state as files, and its identity by content: under the names, in the files and with
+the digests of the FSDP2 trainer's states, so that either backend reads the other's, at any layout.
 
-A tensor is put together on all ranks that have a part of it; one of them keeps it to write or to
-hash. So a state can be read at any layout, and by the other backend where it names weights alike
-(all but experts).
+A tensor is put together on all ranks that have a part of it; one of them writes or hashes it, each
+another one, and keeps none. Experts are written where they are, into one tensor a layer; they are
+hashed by one of the ranks that have them, which is sent the others'.
 
 Invariants:
 - Digests hold names, shapes, types and bytes of whole tensors, and neither ranks nor layout.
 - What is saved from what was loaded has the digests of what was loaded.
+- Ranks come to the same tensors in the same order.
 """
 
 from __future__ import annotations
@@ -25,14 +26,16 @@ from torch import Tensor
 from rlcore.conversion.sources import HfFolder, Tensors, Weights
 from rlcore.conversion.trainer_state import BUFFERS, TrainerState, WithBuffers
 from rlcore.errors import Corrupt
-from rlcore.train.digests import digest_line, digest_of_lines
-from rlcore.train.fsdp.shards import ShardReader, ShardWriter
+from rlcore.train.digests import Growing, digest_line, digest_of_lines
+from rlcore.train.fsdp.shards import ShardReader
 from rlcore.train.fsdp.state import REFERENCE
 from rlcore.train.megatron import parallel
+from rlcore.train.megatron.chunks import Chunk, ChunkWriter, beside
 from rlcore.train.megatron.held import Held
 from rlcore.train.megatron.optimizer import KINDS, MOMENTS, DistributedAdamW, Kind
 from rlcore.train.megatron.weights import ReadTensor, own_share, united
 from rlcore.train.trainer import StateDigest
+from rlcore.weights.experts import place_in_stack
 
 STEPS, RNG = "optimizer_steps", "rng"
 
@@ -61,8 +64,45 @@ class Part:
         return Weights(self.held[0].arch, WithBuffers(stored, model)).read
 
 
+@dataclass(frozen=True)
+class _Kept:
+    """Tensors that a state holds under one prefix."""
+
+    prefix: str
+    held: Sequence[Held]
+    share: Callable[[Held], Tensor]
+    """What this rank has of one."""
+    name: Callable[[str], str] = str
+
+    def united(self, held: Held) -> list[tuple[str, Tensor]]:
+        """Hugging Face's tensors, whole; all ranks that have a part call it."""
+        return list(united(held.rule, self.share(held)))
+
+
+def _kept(part: Part, kind: Kind) -> _Kept:
+    """Masters, with biases of routers that were moved, or moments."""
+    biases = kind == "model" and part.biases
+    held = [one for one in part.held if not one.repeated and (biases or one.parameter is not None)]
+
+    def share(one: Held) -> Tensor:
+        trained = one.parameter is not None
+        return part.optimizer.read(kind, one.name) if trained else one.tensor
+
+    return _Kept(f"{part.prefix}{kind}.", held, share, part.name)
+
+
+def _reference(held: Iterable[Held], share: Callable[[Held], Tensor]) -> _Kept:
+    trained = [one for one in held if one.parameter is not None and not one.repeated]
+    return _Kept(REFERENCE, trained, share)
+
+
+def _as_stored(held: Held) -> Tensor:
+    """What a reference's tensor is in a state: float32 as all else."""
+    return held.tensor.float()
+
+
 def save(
-    folder: Path, parts: Sequence[Part], reference: Sequence[Held], writer: ShardWriter
+    folder: Path, parts: Sequence[Part], reference: Sequence[Held], writer: ChunkWriter
 ) -> None:
     """Write this rank's share below `folder`; rank 0 adds the metadata.
 
@@ -72,15 +112,31 @@ def save(
         reference: of a reference that follows the policy; else nothing.
         writer: kept for as long as models and optimizers are.
     """
-    tensors: dict[str, Tensor] = {RNG: torch.get_rng_state()}
+    small = dict(_small(parts)) if dist.get_rank() == 0 else {}
+    chunks = [Chunk.whole(name, tensor) for name, tensor in small.items()]
+    every = [_kept(part, kind) for part in parts for kind in KINDS]
+    every.append(_reference(reference, _as_stored))
+    for kept in every:
+        for number, held in enumerate(kept.held):
+            if _is_own(number, held):
+                chunks += _chunks(held, kept.prefix, kept.name)
+
+    def tensors() -> Iterator[Tensor]:
+        yield from small.values()
+        for kept in every:
+            for number, held in enumerate(kept.held):
+                whole = kept.united(held)
+                yield from _placed(held, whole) if _is_own(number, held) else ()
+
+    with torch.no_grad():
+        writer.write(folder, chunks, tensors())
+
+
+def _small(parts: Sequence[Part]) -> Iterator[tuple[str, Tensor]]:
+    """What each rank knows."""
+    yield RNG, torch.get_rng_state()
     for part in parts:
-        tensors[f"{part.prefix}{STEPS}"] = torch.tensor(part.optimizer.steps)
-        for kind in KINDS:
-            for name, whole in _own_tensors(part, kind):
-                tensors[f"{part.prefix}{kind}.{name}"] = whole.to("cpu", copy=True)
-    for name, whole in _kept(_trained(reference), _as_stored):
-        tensors[f"{REFERENCE}{name}"] = whole.to("cpu", copy=True)
-    writer.write(folder, tensors)
+        yield f"{part.prefix}{STEPS}", torch.tensor(part.optimizer.steps)
 
 
 def load(
@@ -155,8 +211,7 @@ def _load_reference(
     for held in policy.held:
         if held.repeated:
             share(held)
-    found = _kept(_trained(policy.held), share)
-    return [digest_line(f"{REFERENCE}{name}", whole) for name, whole in found]
+    return _lines(_reference(policy.held, share), REFERENCE)
 
 
 def _read(folder: Path, tensors: dict[str, Tensor]) -> None:
@@ -168,8 +223,7 @@ def _read(folder: Path, tensors: dict[str, Tensor]) -> None:
 
 def digest(parts: Sequence[Part], reference: Sequence[Held]) -> StateDigest:
     """Digests of what is held; the same on every rank."""
-    found = _kept(_trained(reference), _as_stored)
-    return _digest(parts, [digest_line(f"{REFERENCE}{name}", whole) for name, whole in found])
+    return _digest(parts, _lines(_reference(reference, _as_stored), REFERENCE))
 
 
 def _digest(parts: Sequence[Part], more: Iterable[str]) -> StateDigest:
@@ -177,16 +231,74 @@ def _digest(parts: Sequence[Part], more: Iterable[str]) -> StateDigest:
     model: list[str] = list(more)
     moments: list[str] = []
     for part in parts:
-        model += _lines(part, "model", part.prefix)
+        model += _lines(_kept(part, "model"), part.prefix)
         for kind in MOMENTS:
-            moments += _lines(part, kind, f"{part.prefix}{kind}.")
+            moments += _lines(_kept(part, kind), f"{part.prefix}{kind}.")
         if dist.get_rank() == 0:
             moments.append(digest_line(f"{part.prefix}steps", torch.tensor(part.optimizer.steps)))
     return StateDigest(_over_ranks(model), _over_ranks(moments))
 
 
-def _lines(part: Part, kind: Kind, prefix: str) -> list[str]:
-    return [digest_line(f"{prefix}{name}", whole) for name, whole in _own_tensors(part, kind)]
+@torch.no_grad()
+def _lines(kept: _Kept, prefix: str) -> list[str]:
+    """Those of the tensors that this rank hashes, under names with a prefix."""
+    lines: list[str] = []
+    layers: dict[int, list[Held]] = {}
+
+    def hash_all(found: Sequence[tuple[str, Tensor]]) -> None:
+        lines.extend(digest_line(prefix + kept.name(name), whole) for name, whole in found)
+
+    with beside() as do:
+        for number, held in enumerate(kept.held):
+            if held.of_experts:
+                assert held.rule.layer is not None
+                layers.setdefault(held.rule.layer, []).append(held)
+                continue
+            whole = [(name, one.cpu()) for name, one in kept.united(held)]
+            if _is_own(number, held):
+                do(hash_all, whole)
+        growing = [_of_experts(kept, layer, layers[layer], do) for layer in sorted(layers)]
+    for stacks in growing:
+        lines += [f"{prefix}{one.line}" for one in stacks]
+    return lines
+
+
+def _of_experts(
+    kept: _Kept, layer: int, own: Sequence[Held], do: Callable[..., None]
+) -> list[Growing]:
+    """The lines, to be, of a layer's experts, on the rank that hashes them; none on others."""
+    ranks = parallel.expert_ranks()
+    target = layer % ranks.size
+    stacks: dict[str, Growing] = {}
+    here: dict[int, list[Held]] = {}
+    for held in own:
+        assert held.rule.expert is not None
+        here.setdefault(held.rule.expert, []).append(held)
+    each = len(here)
+    # All experts of a layer are alike.
+    templates = here[min(here)]
+    for expert in range(each * ranks.size):
+        source = expert // each
+        for k, template in enumerate(templates):
+            found: list[Tensor] = []
+            if source == ranks.rank:
+                found = [one for _, one in kept.united(here[expert][k])]
+            if not _is_own(layer, template) or ranks.rank not in (source, target):
+                continue
+            for j, chunk in enumerate(_chunks(template, "", kept.name)):
+                tensor = parallel.handed_on(
+                    found[j].contiguous() if found else None,
+                    chunk.shape[1:],
+                    ranks,
+                    source,
+                    target,
+                )
+                if ranks.rank == target:
+                    one = stacks.setdefault(
+                        chunk.name, Growing(chunk.name, torch.float32, chunk.size)
+                    )
+                    do(one.add, tensor.cpu())
+    return list(stacks.values())
 
 
 def _over_ranks(lines: Iterable[str]) -> str:
@@ -195,40 +307,39 @@ def _over_ranks(lines: Iterable[str]) -> str:
     return digest_of_lines(line for part in gathered for line in part)
 
 
-def _own_tensors(part: Part, kind: Kind) -> Iterator[tuple[str, Tensor]]:
-    """`_kept` of masters, with biases of routers that were moved, or of a moment, by the names in
-    a state.
-    """
-    biases = kind == "model" and part.biases
-    held = part.held if biases else _trained(part.held)
-
-    def share(one: Held) -> Tensor:
-        trained = one.parameter is not None
-        return part.optimizer.read(kind, one.name) if trained else one.tensor
-
-    for name, whole in _kept(held, share):
-        yield part.name(name), whole
+# --- one of Megatron's tensors --------------------------------------------------------------------
 
 
-def _trained(held: Iterable[Held]) -> list[Held]:
-    return [one for one in held if one.parameter is not None]
+def _is_own(number: int, held: Held) -> bool:
+    """Whether this rank, of those that have the tensor or a part of it, is the one to keep it."""
+    copies = parallel.reducing_ranks(of_experts=held.of_experts)
+    divided = parallel.tensor_ranks(of_experts=held.of_experts)
+    own = copies.rank * divided.size + divided.rank
+    return number % (copies.size * divided.size) == own
 
 
-@torch.no_grad()
-def _kept(tensors: Sequence[Held], share: Callable[[Held], Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Those whole tensors that this rank is to keep, of the shares that ranks have; all ranks go
-    through all that they hold.
-    """
-    for number, held in enumerate(tensors):
-        if held.repeated:
-            continue
-        whole = list(united(held.rule, share(held)))
-        copies = parallel.reducing_ranks(of_experts=held.of_experts)
-        divided = parallel.tensor_ranks(of_experts=held.of_experts)
-        if number % (copies.size * divided.size) == copies.rank * divided.size + divided.rank:
-            yield from whole
+def _chunks(held: Held, prefix: str, named: Callable[[str], str]) -> list[Chunk]:
+    """What its tensors are in a state, in their order."""
+    chunks = []
+    for spec in held.rule.hf:
+        place = place_in_stack(spec.name)
+        if place is None:
+            name = prefix + named(spec.name)
+            chunk = Chunk(name, spec.shape, (0,) * len(spec.shape), spec.shape)
+        else:
+            stack, expert, number, parts = place
+            rows, columns = spec.shape
+            chunk = Chunk(
+                prefix + named(stack),
+                (held.arch.num_experts, parts * rows, columns),
+                (expert, number * rows, 0),
+                (1, rows, columns),
+            )
+        chunks.append(chunk)
+    return chunks
 
 
-def _as_stored(held: Held) -> Tensor:
-    """What a reference's tensor is in a state: float32 as all else."""
-    return held.tensor.float()
+def _placed(held: Held, whole: Sequence[tuple[str, Tensor]]) -> Iterator[Tensor]:
+    """The same tensors, of the shapes of their chunks."""
+    for chunk, (_, tensor) in zip(_chunks(held, "", str), whole, strict=True):
+        yield tensor.reshape(chunk.shape)

@@ -30,9 +30,9 @@ from rlcore.models.hf_config import read_hf_config
 from rlcore.train.backend import Critic, Models
 from rlcore.train.base import TORCH_DTYPES, BaseTrainer
 from rlcore.train.fsdp.model import current_device
-from rlcore.train.fsdp.shards import ShardWriter
 from rlcore.train.fsdp.state import holds_reference
 from rlcore.train.megatron import parallel, state
+from rlcore.train.megatron.chunks import ChunkWriter
 from rlcore.train.megatron.cpu import without_cuda
 from rlcore.train.megatron.critic import CriticNetwork, CriticPart, TrainedCritic, with_head
 from rlcore.train.megatron.held import Held, held_by
@@ -89,7 +89,7 @@ class MegatronTrainer(BaseTrainer[PolicyNetwork, DistributedAdamW]):
         self._critic: TrainedCritic | None = None
         self._held_tensors: list[Held] = []
         self._homes: dict[int | None, int] = {}
-        self._writers = defaultdict[bool, ShardWriter](ShardWriter)
+        self._writers = defaultdict[bool, ChunkWriter](ChunkWriter)
         """Without and with biases of routers that training has moved."""
         self._hooks.call("custom_megatron_init_path")
 

@@ -197,6 +197,27 @@ def test_megatron_s_layout_becomes_settings() -> None:
     assert (config.train.backend, config.megatron) == ("fsdp", {})
 
 
+def test_what_megatron_does_with_gradients_becomes_settings() -> None:
+    asked = (
+        "--train-backend megatron --use-distributed-optimizer --overlap-grad-reduce "
+        "--overlap-param-gather --ddp-bucket-size 1000 --accumulate-allreduce-grads-in-fp32 "
+        "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 3 "
+        "--decoder-first-pipeline-num-layers 5"
+    )
+    assert config_of(f"{SHORTEST} {asked} --num-layers 12").megatron == {
+        "use_distributed_optimizer": True,
+        "overlap_grad_reduce": True,
+        "overlap_param_gather": True,
+        "ddp_bucket_size": 1000,
+        "grad_reduce_in_fp32": True,
+        "pipeline_model_parallel_size": 2,
+        "virtual_pipeline_model_parallel_size": 2,
+        "num_layers_in_first_pipeline_stage": 5,
+    }
+    notes = dict(translate(shlex.split(f"{SHORTEST} {asked}")).notes)
+    assert "without --num-layers" in notes["--num-layers-per-virtual-pipeline-stage"]
+
+
 def test_what_slime_defaults_to_is_said_where_ours_is_another() -> None:
     config = config_of(SHORTEST)
     assert (config.data.input_key, config.data.shuffle) == ("input", False)
