@@ -35,6 +35,7 @@ from torch import Tensor
 from rlcore.errors import ConfigError
 from rlcore.models.architecture import Architecture
 from rlcore.train.megatron.attention import TorchAttention
+from rlcore.train.megatron.experts import grouped, lay_together
 from rlcore.train.megatron.router import Router
 from rlcore.train.trainer import DType
 from rlcore.weights.megatron import FAMILIES, LOCAL_NAMES
@@ -104,11 +105,13 @@ def build_model(
         ConfigError: megatron-core has no such model, or not in this layout.
     """
     fused = torch.cuda.is_available() and HAS_ENGINE
-    config = transformer_config(arch, layout, dtype, more or {})
+    settings = dict(more or {})
+    together = bool(settings.pop("moe_grouped_gemm", False))
+    config = transformer_config(arch, layout, dtype, settings)
     spec = get_gpt_decoder_block_spec(
         config, use_transformer_engine=fused, normalization="RMSNorm", vp_stage=chunk
     )
-    _own_parts(spec)
+    _own_parts(spec, together=together)
     if not fused:
         _without_engine(spec, arch)
     if arch.model_type == "glm4":
@@ -134,7 +137,9 @@ def build_model(
     if arch.is_latent and layout.tensor_parallel > 1:
         for layer in model.decoder.layers:
             _whole_down_projections(layer.self_attention, config)
-    return model.to(getattr(torch, dtype))
+    model = model.to(getattr(torch, dtype))
+    lay_together(model)
+    return model
 
 
 def transformer_config(
@@ -217,10 +222,10 @@ def _check_balancing(arch: Architecture, more: Mapping[str, Any]) -> None:
     kind, coefficient = "moe_router_load_balancing_type", more.get("moe_aux_loss_coeff", 0.0)
     if (chosen := more.get(kind, "none")) not in BALANCING:
         raise ConfigError(f"megatron.{kind} = {chosen!r} must be one of {', '.join(BALANCING)}")
-    if bool(coefficient) != (chosen != "none"):
+    if coefficient and chosen == "none":
         raise ConfigError(
-            f"megatron.moe_aux_loss_coeff = {coefficient} has no effect with megatron.{kind} = "
-            f"{chosen!r}; give both, or neither"
+            f"megatron.moe_aux_loss_coeff = {coefficient} has no effect without megatron.{kind}; "
+            "set that to 'aux_loss'"
         )
     if more.get("moe_router_bias_update_rate") and not arch.use_routing_bias:
         raise ConfigError(
@@ -281,14 +286,16 @@ def _layers(spec: TransformerBlockSubmodules) -> Iterable[ModuleSpec]:
     return {id(one): one for one in spec.layer_specs}.values()
 
 
-def _own_parts(spec: TransformerBlockSubmodules) -> None:
-    """Attention and routers."""
+def _own_parts(spec: TransformerBlockSubmodules, *, together: bool) -> None:
+    """Attention, routers and, if they are computed together, experts."""
     for layer in _layers(spec):
         attention = layer.submodules.self_attention.submodules
         attention.core_attention = TorchAttention
         of_mlp = _of_mlp(layer)
         if hasattr(of_mlp, "router"):
             of_mlp.router = Router
+            if together:
+                of_mlp.experts = grouped(of_mlp.experts)
 
 
 def _of_mlp(layer: ModuleSpec) -> Any:

@@ -240,7 +240,7 @@ def test_losses_of_routers_are_the_same_in_every_layout(
     ("table", "words"),
     [
         (RATE, "this model's have none"),
-        ({"moe_aux_loss_coeff": 0.1}, "has no effect with"),
+        ({"moe_aux_loss_coeff": 0.1}, "has no effect without"),
         ({"moe_router_load_balancing_type": "sinkhorn"}, "must be one of none, aux_loss"),
     ],
 )
