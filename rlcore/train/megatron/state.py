@@ -204,7 +204,7 @@ def _load_reference(
     read = policy.reader(TrainerState(folder, REFERENCE), model)
 
     def share(held: Held) -> Tensor:
-        own = own_share(held.rule, read, held.tensor)
+        own = own_share(held.rule, read, held.tensor).to(held.tensor.device)
         take(held, own)
         return own
 

@@ -27,7 +27,7 @@ SEQUENCES = [[1, 2, 3, 4], [5, 6]]
 
 def storages(trainer: Any) -> list[int]:
     """Bytes of all that a trainer should put away."""
-    tensors = [*trainer._policy.parameters(), *trainer._beside_weights()]
+    tensors = [*trainer._for_export(), *trainer._for_training()]
     return [held(tensor.detach()).untyped_storage().nbytes() for tensor in tensors]
 
 
