@@ -55,7 +55,7 @@ def test_prefect_shows_every_iteration_and_stage(kind: str, tmp_path: Path) -> N
         assert keys == {"seen-progress", "seen-metrics", "seen-reward", "seen-summary"}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["sqlite", pytest.param("postgresql", marks=pytest.mark.slow)])
 def test_a_run_starts_from_a_plain_dict_as_prefects_form_sends_it(
     kind: str, tmp_path: Path
 ) -> None:
