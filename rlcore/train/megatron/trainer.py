@@ -10,7 +10,7 @@ all ranks.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlcore.algorithms.flops import ModelShape
-from rlcore.config.tree import AlgorithmConfig, Scalar, TrainConfig
+from rlcore.config.tree import AlgorithmConfig, MegatronTable, TrainConfig
 from rlcore.conversion.sources import HfFolder, Weights
 from rlcore.errors import ConfigError, TrainError
 from rlcore.images.processor import ImageProcessor
@@ -75,7 +75,7 @@ class MegatronTrainer(BaseTrainer):
         device: str,
         trust_remote_code: bool = False,
         lora: Lora | None = None,
-        megatron: Mapping[str, Scalar] | None = None,
+        megatron: MegatronTable | None = None,
     ) -> None:
         """`temperature` is the rollout's; `device` is `cpu` or `cuda` (this process's current
         one); `megatron` are settings by megatron-core's names.
