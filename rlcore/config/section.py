@@ -13,6 +13,8 @@ FunctionPath = Annotated[str, Field(json_schema_extra={"sluice_path": "function"
 """`module:function`, `module.function` or `file.py:function`."""
 PositiveInt = Annotated[int, Field(ge=1)]
 Scalar = bool | int | float | str
+MegatronTable = dict[str, Scalar | list[Scalar]]
+"""Settings of megatron-core by name; a list where one takes several values."""
 Url = Annotated[str, Field(json_schema_extra={"sluice_path": "url"})]
 """Address of a server. As of a path, its last name alone is part of a digest: a server may move."""
 

@@ -39,6 +39,7 @@ from rlcore.config.rollout import RolloutConfig as RolloutConfig
 from rlcore.config.secrets import names_a_secret
 from rlcore.config.section import FilePath as FilePath
 from rlcore.config.section import FunctionPath as FunctionPath
+from rlcore.config.section import MegatronTable as MegatronTable
 from rlcore.config.section import PositiveInt as PositiveInt
 from rlcore.config.section import Scalar as Scalar
 from rlcore.config.section import Section as Section
@@ -208,7 +209,7 @@ class RunConfig(Section):
     """Plugins written for other programs."""
     sglang: dict[str, Scalar | list[Scalar]] = {}
     """Arguments of SGLang's server, by their own names; a list where one takes several values."""
-    megatron: dict[str, Scalar] = {}
+    megatron: MegatronTable = {}
     """Layout and other settings of megatron-core, by their own names."""
 
     @model_validator(mode="before")

@@ -38,11 +38,11 @@ LAID_OUT: dict[str, Takes] = {
     "recompute-granularity": "str",
     "recompute-method": "str",
     "recompute-num-layers": "int",
+    "recompute-modules": "strs",
 }
 """Settings of `megatron`, where that backend is asked for."""
 SHAPE = Held("read from the model's config.json, or of model.preset; what is said must agree")
 KERNEL = Held("kernels and precision of sums are the trainer's choice")
-MEMORY = Held("how Megatron saves memory; train.gradient_checkpointing recomputes activations")
 
 
 def setting(name: str) -> str:
@@ -73,7 +73,6 @@ OPTIONS = {
         *_all(MASTERS, "flag", "use-precision-aware-optimizer"),
         *_all(BESIDE, "flag", "overlap-cpu-optimizer-d2h-h2d"),
         Argument("optimizer-cpu-offload", "flag", Setting("train.optimizer_cpu_offload")),
-        *_all(MEMORY, "strs", "recompute-modules"),
         *_all(
             SHAPE,
             "int",

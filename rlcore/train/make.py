@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from rlcore.config.tree import AlgorithmConfig, Scalar, TrainConfig
+from rlcore.config.tree import AlgorithmConfig, MegatronTable, TrainConfig
 from rlcore.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -16,7 +15,7 @@ def make_trainer(
     train: TrainConfig,
     algorithm: AlgorithmConfig,
     *,
-    megatron: Mapping[str, Scalar],
+    megatron: MegatronTable,
     as_sglang: bool = False,
     **more: Any,
 ) -> BaseTrainer[Any, Any]:

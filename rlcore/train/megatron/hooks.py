@@ -15,14 +15,14 @@ no scheduler, since the learning rate follows from the step: None. Every rank ca
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from rlcore.algorithms.flops import ModelShape
 from rlcore.algorithms.metrics import Metrics
-from rlcore.config.tree import Scalar, TrainConfig
+from rlcore.config.tree import MegatronTable, TrainConfig
 from rlcore.errors import PluginError, SluiceError
 from rlcore.plugins import MEGATRON, load_checked
 from rlcore.rollout.args import PluginArgs
@@ -36,7 +36,7 @@ from rlcore.train.megatron.optimizer import DistributedAdamW
 class Hooks:
     """Those that the settings name."""
 
-    def __init__(self, train: TrainConfig, megatron: Mapping[str, Scalar]) -> None:
+    def __init__(self, train: TrainConfig, megatron: MegatronTable) -> None:
         """
         Raises:
             PluginError: one cannot be loaded, or has another signature.

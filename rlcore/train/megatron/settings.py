@@ -15,7 +15,7 @@ from typing import Any, Self
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-from rlcore.config.tree import Scalar, TrainConfig
+from rlcore.config.tree import MegatronTable, TrainConfig
 from rlcore.errors import ConfigError
 from rlcore.models.architecture import Architecture
 from rlcore.plugins import MEGATRON
@@ -62,7 +62,7 @@ class Settings:
     """Further fields of `TransformerConfig`."""
 
     @classmethod
-    def of(cls, table: Mapping[str, Scalar], train: TrainConfig) -> Self:
+    def of(cls, table: MegatronTable, train: TrainConfig) -> Self:
         """Checked by name.
 
         Raises:
@@ -83,7 +83,7 @@ class Settings:
         return cls(Layout(**layout), _copies(table, train), {**recompute, **more})
 
 
-def _check_names(table: Mapping[str, Scalar]) -> None:
+def _check_names(table: MegatronTable) -> None:
     """Raises for those that there are not."""
     of_model = {field.name for field in fields(MLATransformerConfig)}
     known = frozenset({*of_model, *OF_LAYOUT, *OF_COPIES})
@@ -96,7 +96,7 @@ def _check_names(table: Mapping[str, Scalar]) -> None:
             raise ConfigError(f"megatron.{name}: megatron-core has no such setting{hint}")
 
 
-def _copies(table: Mapping[str, Scalar], train: TrainConfig) -> DistributedDataParallelConfig:
+def _copies(table: MegatronTable, train: TrainConfig) -> DistributedDataParallelConfig:
     given = {name: table[name] for name in OF_COPIES if name in table}
     for name, value in given.items():
         number = name in WHOLE_NUMBERS

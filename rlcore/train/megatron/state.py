@@ -254,9 +254,9 @@ def _lines(kept: _Kept, prefix: str) -> list[str]:
                 assert held.rule.layer is not None
                 layers.setdefault(held.rule.layer, []).append(held)
                 continue
-            whole = [(name, one.cpu()) for name, one in kept.united(held)]
+            whole = kept.united(held)
             if _is_own(number, held):
-                do(hash_all, whole)
+                do(hash_all, [(name, one.cpu()) for name, one in whole])
         growing = [_of_experts(kept, layer, layers[layer], do) for layer in sorted(layers)]
     for stacks in growing:
         lines += [f"{prefix}{one.line}" for one in stacks]

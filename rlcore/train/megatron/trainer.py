@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from copy import deepcopy
 from itertools import chain
 from pathlib import Path
@@ -22,7 +22,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
 from rlcore.algorithms.flops import ModelShape
-from rlcore.config.tree import AlgorithmConfig, Scalar, TrainConfig
+from rlcore.config.tree import AlgorithmConfig, MegatronTable, TrainConfig
 from rlcore.conversion.sources import HfFolder, Weights
 from rlcore.errors import ConfigError, TrainError
 from rlcore.models.architecture import Architecture
@@ -62,7 +62,7 @@ class MegatronTrainer(BaseTrainer[PolicyNetwork, DistributedAdamW]):
         device: str,
         trust_remote_code: bool = False,
         lora: Lora | None = None,
-        megatron: Mapping[str, Scalar] | None = None,
+        megatron: MegatronTable | None = None,
     ) -> None:
         """
         Args:

@@ -202,7 +202,7 @@ def test_what_megatron_does_with_gradients_becomes_settings() -> None:
         "--train-backend megatron --use-distributed-optimizer --overlap-grad-reduce "
         "--overlap-param-gather --ddp-bucket-size 1000 --accumulate-allreduce-grads-in-fp32 "
         "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 3 "
-        "--decoder-first-pipeline-num-layers 5"
+        "--decoder-first-pipeline-num-layers 5 --recompute-modules core_attn mlp"
     )
     assert config_of(f"{SHORTEST} {asked} --num-layers 12").megatron == {
         "use_distributed_optimizer": True,
@@ -213,6 +213,7 @@ def test_what_megatron_does_with_gradients_becomes_settings() -> None:
         "pipeline_model_parallel_size": 2,
         "virtual_pipeline_model_parallel_size": 2,
         "num_layers_in_first_pipeline_stage": 5,
+        "recompute_modules": ["core_attn", "mlp"],
     }
     notes = dict(translate(shlex.split(f"{SHORTEST} {asked}")).notes)
     assert "without --num-layers" in notes["--num-layers-per-virtual-pipeline-stage"]

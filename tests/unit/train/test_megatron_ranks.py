@@ -34,6 +34,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "cp2": {CP: 2},
     "ep2": {EP: 2},
     "pp2-vp2": {PP: 2, "virtual_pipeline_model_parallel_size": 2},
+    "pp2-uneven": {PP: 2, "num_layers_in_first_pipeline_stage": 3},
     "tp2-pp2": {TP: 2, PP: 2, "sequence_parallel": True},
     "tp2-cp2": {TP: 2, CP: 2},
     "cp2-dp2": {CP: 2},
@@ -63,6 +64,7 @@ MORE = [
         if (family, layout) not in FAST
     ),
     ("glm4_moe@4", "pp2-vp2"),
+    ("qwen3@4", "pp2-uneven"),
 ]
 OF_FOUR = [
     *((family, "tp2-pp2") for family in (*DENSE, *SPARSE)),
