@@ -16,11 +16,22 @@ LAID_OUT: dict[str, Takes] = {
     "recompute-granularity": "str",
     "recompute-method": "str",
     "recompute-num-layers": "int",
+    "moe-grouped-gemm": "flag",
 }
 """Settings of `megatron`, under the same names, where that backend is asked for."""
+BALANCING = ("moe-aux-loss-coeff", "moe-z-loss-coeff", "moe-router-bias-update-rate")
+"""Settings of `megatron` likewise; with FSDP2 they must be 0."""
+BALANCING_TYPE = "moe-router-load-balancing-type"
 SHAPE = Held("read from the model's config.json, or of model.preset; what is said must agree")
 KERNEL = Held("kernels and precision of sums are the trainer's choice")
 MEMORY = Held("how Megatron saves memory; train.gradient_checkpointing recomputes activations")
+
+
+WITH_MEGATRON = "with `--train-backend megatron`"
+
+
+def _setting(name: str) -> str:
+    return f"megatron.{name.replace('-', '_')}"
 
 
 def _all(rule: Held, takes: Takes, names: str) -> list[Argument]:
@@ -35,8 +46,8 @@ OPTIONS = {
                 name,
                 takes,
                 Joined(
-                    f"megatron.{name.replace('-', '_')}",
-                    "with `--train-backend megatron`"
+                    _setting(name),
+                    WITH_MEGATRON
                     + (", else `train.context_parallel_size`" if name == CONTEXT else ""),
                 ),
             )
@@ -90,20 +101,23 @@ OPTIONS = {
             KERNEL,
             "flag",
             "attention-softmax-in-fp32 accumulate-allreduce-grads-in-fp32 no-rope-fusion "
-            "no-masked-softmax-fusion moe-grouped-gemm moe-permute-fusion "
-            "no-gradient-accumulation-fusion enable-experimental",
+            "no-masked-softmax-fusion moe-permute-fusion no-gradient-accumulation-fusion "
+            "enable-experimental",
         ),
         *_all(
             KERNEL,
             "str",
             "attention-backend transformer-impl moe-token-dispatcher-type moe-router-dtype "
-            "moe-token-drop-policy moe-router-load-balancing-type",
+            "moe-token-drop-policy",
         ),
-        *_all(Held("no loss but the policy's", (0.0,)), "float", "moe-aux-loss-coeff"),
-        *_all(
-            Held("routers are trained like all weights", (0.0,)),
-            "float",
-            "moe-router-bias-update-rate",
+        *(
+            Argument(name, "float", Joined(_setting(name), f"{WITH_MEGATRON}; else it must be 0"))
+            for name in BALANCING
+        ),
+        Argument(
+            BALANCING_TYPE,
+            "str",
+            Joined(_setting(BALANCING_TYPE), "with --moe-aux-loss-coeff above 0"),
         ),
         *_all(Held("nothing is dropped out", (0.0,)), "float", "attention-dropout hidden-dropout"),
     )

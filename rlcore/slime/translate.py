@@ -14,7 +14,7 @@ from rlcore.config.tree import WITHOUT_ENGINES
 from rlcore.errors import ConfigError
 from rlcore.slime.architecture import match_architecture
 from rlcore.slime.convert import BUILT_IN_FILTERS, LOSSES
-from rlcore.slime.megatron import CONTEXT, LAID_OUT, OPTIONS
+from rlcore.slime.megatron import BALANCING, BALANCING_TYPE, CONTEXT, LAID_OUT, OPTIONS
 from rlcore.slime.rules import Argument, Held, Refused, Setting
 from rlcore.slime.table import BY_NAME
 
@@ -334,6 +334,22 @@ def _backend(given: dict[str, Any], done: Translation) -> None:
             _set(done, "train.context_parallel_size", given[name])
         else:
             done.notes.append((f"--{name}", "FSDP2 shards the model over all ranks"))
+    _balancing(given, done, megatron=asked == "megatron")
+
+
+def _balancing(given: dict[str, Any], done: Translation, *, megatron: bool) -> None:
+    """What evens out the use of experts, which is left alone with FSDP2."""
+    for name in BALANCING:
+        if not given.get(name):
+            continue
+        if not megatron:
+            raise ConfigError(
+                f"--{name} {given[name]}: only 0 is possible without --train-backend megatron"
+            )
+        _set(done, f"megatron.{name.replace('-', '_')}", given[name])
+    if given.get("moe-aux-loss-coeff"):
+        kind = given.get(BALANCING_TYPE, "aux_loss")
+        _set(done, f"megatron.{BALANCING_TYPE.replace('-', '_')}", kind)
 
 
 def _cluster(given: dict[str, Any], done: Translation) -> None:

@@ -17,8 +17,8 @@ from rlcore.errors import ConfigError
 from rlcore.train.megatron.model import Layout
 from rlcore.train.ranks import Ranks
 
-_now: list[Layout] = []
-"""The layout that megatron-core was last set up for, here."""
+_now: list[tuple[Layout, Any]] = []
+"""The layout that megatron-core was last set up for, here, and of which ranks."""
 
 
 def set_up(layout: Layout) -> None:
@@ -44,7 +44,7 @@ def set_up(layout: Layout) -> None:
             f"{world // layout.pipeline_parallel} ranks of a pipeline's stage"
         )
     if parallel_state.model_parallel_is_initialized():
-        if _now == [layout]:
+        if _now == [(layout, dist.group.WORLD)]:
             return
         parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
@@ -56,7 +56,7 @@ def set_up(layout: Layout) -> None:
         expert_tensor_parallel_size=tensor,
         create_gloo_process_groups=False,
     )
-    _now[:] = [layout]
+    _now[:] = [(layout, dist.group.WORLD)]
     # Nothing is random, and the tracker that says so needs no CUDA.
     initialize_rng_tracker(inference_rng_tracker=True)
 
