@@ -39,10 +39,15 @@ LAID_OUT: dict[str, Takes] = {
     "recompute-method": "str",
     "recompute-num-layers": "int",
     "recompute-modules": "strs",
+    "moe-grouped-gemm": "flag",
 }
 """Settings of `megatron`, where that backend is asked for."""
+BALANCING = ("moe-aux-loss-coeff", "moe-z-loss-coeff", "moe-router-bias-update-rate")
+"""Settings of `megatron` likewise; with FSDP2 they must be 0."""
+BALANCING_TYPE = "moe-router-load-balancing-type"
 SHAPE = Held("read from the model's config.json, or of model.preset; what is said must agree")
 KERNEL = Held("kernels and precision of sums are the trainer's choice")
+WITH_MEGATRON = "with `--train-backend megatron`"
 
 
 def setting(name: str) -> str:
@@ -63,7 +68,7 @@ OPTIONS = {
                 takes,
                 Joined(
                     setting(name),
-                    "with `--train-backend megatron`"
+                    WITH_MEGATRON
                     + (", else `train.context_parallel_size`" if name == CONTEXT else ""),
                 ),
             )
@@ -106,21 +111,23 @@ OPTIONS = {
         *_all(
             KERNEL,
             "flag",
-            "attention-softmax-in-fp32 no-rope-fusion "
-            "no-masked-softmax-fusion moe-grouped-gemm moe-permute-fusion "
-            "no-gradient-accumulation-fusion enable-experimental",
+            "attention-softmax-in-fp32 no-rope-fusion no-masked-softmax-fusion "
+            "moe-permute-fusion no-gradient-accumulation-fusion enable-experimental",
         ),
         *_all(
             KERNEL,
             "str",
             "attention-backend transformer-impl moe-token-dispatcher-type moe-router-dtype "
-            "moe-token-drop-policy moe-router-load-balancing-type",
+            "moe-token-drop-policy",
         ),
-        *_all(Held("no loss but the policy's", (0.0,)), "float", "moe-aux-loss-coeff"),
-        *_all(
-            Held("routers are trained like all weights", (0.0,)),
-            "float",
-            "moe-router-bias-update-rate",
+        *(
+            Argument(name, "float", Joined(setting(name), f"{WITH_MEGATRON}; else it must be 0"))
+            for name in BALANCING
+        ),
+        Argument(
+            BALANCING_TYPE,
+            "str",
+            Joined(setting(BALANCING_TYPE), "with --moe-aux-loss-coeff above 0"),
         ),
         *_all(Held("nothing is dropped out", (0.0,)), "float", "attention-dropout hidden-dropout"),
     )

@@ -14,7 +14,15 @@ from rlcore.config.tree import WITHOUT_ENGINES
 from rlcore.errors import ConfigError
 from rlcore.slime.architecture import match_architecture
 from rlcore.slime.convert import BUILT_IN_FILTERS, LOSSES
-from rlcore.slime.megatron import CONTEXT, LAID_OUT, OPTIONS, RUN_LENGTH, setting
+from rlcore.slime.megatron import (
+    BALANCING,
+    BALANCING_TYPE,
+    CONTEXT,
+    LAID_OUT,
+    OPTIONS,
+    RUN_LENGTH,
+    setting,
+)
 from rlcore.slime.rules import Argument, Held, Refused, Setting
 from rlcore.slime.table import BY_NAME
 
@@ -335,6 +343,7 @@ def _backend(given: dict[str, Any], done: Translation) -> None:
         else:
             done.notes.append((f"--{name}", "FSDP2 shards the model over all ranks"))
     _interleaved(given, done)
+    _balancing(given, done, megatron=asked == "megatron")
 
 
 def _interleaved(given: dict[str, Any], done: Translation) -> None:
@@ -348,6 +357,21 @@ def _interleaved(given: dict[str, Any], done: Translation) -> None:
         done.notes.append((f"--{RUN_LENGTH}", f"set {key}: without --num-layers it is not known"))
     else:
         _set(done, key, layers // stages // length)
+
+
+def _balancing(given: dict[str, Any], done: Translation, *, megatron: bool) -> None:
+    """What evens out the use of experts, which is left alone with FSDP2."""
+    for name in BALANCING:
+        if not given.get(name):
+            continue
+        if not megatron:
+            raise ConfigError(
+                f"--{name} {given[name]}: only 0 is possible without --train-backend megatron"
+            )
+        _set(done, setting(name), given[name])
+    if given.get("moe-aux-loss-coeff"):
+        kind = given.get(BALANCING_TYPE, "aux_loss")
+        _set(done, setting(BALANCING_TYPE), kind)
 
 
 def _cluster(given: dict[str, Any], done: Translation) -> None:

@@ -5,8 +5,9 @@ its sequential ones, each with its own weights under its own name, so loading, s
 exports are the same; only where the weights lie and how they are multiplied is another thing.
 
 Invariants:
-- The weights of a rank's experts lie one behind the other, so that one tensor shows them all; where
-  they no longer do, they are copied together for each product.
+- The weights of a rank's experts lie one behind the other, so that one tensor shows them all. Where
+  they do not lie evenly, since an optimizer has moved them, they are copied together as long as a
+  product takes.
 - What torch cannot multiply together (rows that are no multiples of 16 bytes, a GPU older than
   Ampere) megatron-core computes one expert after another.
 """
@@ -21,7 +22,8 @@ import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor, nn
-from torch.nn.functional import silu
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
 
 ALIGNMENT = 16
 """Bytes of which the rows of weights must be multiples."""
@@ -43,24 +45,29 @@ def lay_together(model: GPTModel) -> None:
     """Have the weights of each layer's experts lie one behind the other."""
     for module in model.modules():
         if isinstance(module, GroupedExperts):
-            for weights in (module.first, module.second):
+            for weights in map(weights_of, (module.first, module.second)):
                 whole = torch.stack([weight.data for weight in weights])
                 for weight, place in zip(weights, whole, strict=True):
                     weight.data = place
+
+
+def weights_of(projections: Sequence[Any]) -> list[nn.Parameter]:
+    """One each."""
+    return [projection.weight for projection in projections]
 
 
 class GroupedExperts(SequentialMLP):
     """The experts of a layer that this rank has."""
 
     @property
-    def first(self) -> list[nn.Parameter]:
-        """[2 width, hidden] of each: gate and up."""
-        return [expert.linear_fc1.weight for expert in self.local_experts]
+    def first(self) -> list[nn.Module]:
+        """Projections [2 width, hidden] of each: gate and up."""
+        return [expert.linear_fc1 for expert in self.local_experts]
 
     @property
-    def second(self) -> list[nn.Parameter]:
-        """[hidden, width] of each: down."""
-        return [expert.linear_fc2.weight for expert in self.local_experts]
+    def second(self) -> list[nn.Module]:
+        """Projections [hidden, width] of each: down."""
+        return [expert.linear_fc2 for expert in self.local_experts]
 
     def forward(
         self,
@@ -72,16 +79,20 @@ class GroupedExperts(SequentialMLP):
         their probabilities [T]; megatron-core's names.
         """
         hidden, counts, probs = permuted_local_hidden_states, tokens_per_expert, permuted_probs
-        first, second = self.first, self.second
+        first, second = weights_of(self.first), weights_of(self.second)
         if not len(hidden) or not self._can(hidden, first[0], second[0]):
             return cast(tuple[Tensor, None], super().forward(hidden, counts, probs))
+        for projection in (*self.first, *self.second):
+            # Who has weights come in before a module is called waits for them now.
+            for hook in projection._forward_pre_hooks.values():
+                hook(projection, ())
         ends = counts.to(hidden.device).cumsum(0, dtype=torch.int32)
         gate, up = _products(hidden, first, ends).chunk(2, -1)
-        mixed = (silu(gate) * up * probs[:, None]).to(hidden.dtype)
+        mixed = (functional.silu(gate) * up * probs[:, None]).to(hidden.dtype)
         return _products(mixed, second, ends), None
 
     def _can(self, hidden: Tensor, *weights: Tensor) -> bool:
-        """Whether torch can multiply these together."""
+        """Whether torch can multiply these all at once."""
         if any(getattr(self.config, name, None) for name in ANOTHER_WAY):
             return False
         if hidden.is_cuda and torch.cuda.get_device_capability(hidden.device) < AMPERE:
@@ -91,25 +102,35 @@ class GroupedExperts(SequentialMLP):
 
 def _products(x: Tensor, weights: Sequence[Tensor], ends: Tensor) -> Tensor:
     """[T, out] of [T, in] by weights [out, in], that of expert e up to row `ends[e]`."""
-    whole = cast(Tensor, _Together.apply(*weights))
-    return nn.functional.grouped_mm(x, whole.transpose(1, 2), offs=ends)
+    return cast(Tensor, _Products.apply(x, ends, *weights))
 
 
-class _Together(torch.autograd.Function):
-    """Weights [out, in] as one tensor [experts, out, in]."""
-
-    @staticmethod
-    def forward(ctx: Any, *weights: Tensor) -> Tensor:
-        first, size = weights[0].data, weights[0].numel()
-        storage, begin = first.untyped_storage().data_ptr(), first.storage_offset()
-        for k, weight in enumerate(weights):
-            if (
-                weight.untyped_storage().data_ptr() != storage
-                or weight.storage_offset() != begin + k * size
-            ):
-                return torch.stack(weights)
-        return first.as_strided((len(weights), *first.shape), (size, *first.stride()))
+class _Products(torch.autograd.Function):
+    """`_products`; nothing is kept for backward but what there is anyway."""
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
-        return grads[0].unbind(0)
+    def forward(ctx: Any, x: Tensor, ends: Tensor, *weights: Tensor) -> Tensor:
+        ctx.save_for_backward(x, ends, *weights)
+        return functional.grouped_mm(x, together(weights).transpose(1, 2), offs=ends)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, ends, *weights = ctx.saved_tensors
+        grad = grads[0].contiguous()
+        of_x = functional.grouped_mm(grad, together(weights), offs=ends)
+        of_weights = functional.grouped_mm(grad.t(), x, offs=ends)
+        return of_x, None, *of_weights.unbind(0)
+
+
+def together(weights: Sequence[Tensor]) -> Tensor:
+    """Weights [out, in] as one tensor [experts, out, in]: in place, where they lie evenly."""
+    first = weights[0].data
+    storage = first.untyped_storage().data_ptr()
+    begins = [weight.storage_offset() for weight in weights]
+    step = begins[1] - begins[0] if len(begins) > 1 else first.numel()
+    even = all(begin == begins[0] + k * step for k, begin in enumerate(begins))
+    same = all(weight.untyped_storage().data_ptr() == storage for weight in weights)
+    if not (even and same) or step <= 0:
+        return torch.stack([weight.data for weight in weights])
+    return first.as_strided((len(weights), *first.shape), (step, *first.stride()))

@@ -132,14 +132,15 @@ class Router(TopKRouter):
     def _note(self, tokens: Tokens, routed: Tensor) -> None:
         """Look at what came of tokens that passed for the first time; `routed` is [T, experts]."""
         made = self.choice.made
-        if made is None and not (tokens.given is None and tokens.chosen is None):
+        if made is not None:
+            if tokens.chosen is not None:
+                tokens.chosen[:, self.layer] = made
+        elif tokens.given is not None or tokens.chosen is not None:
             raise TrainError(
                 f"layer {self.layer} chooses its experts in a way that cannot be told "
                 "(megatron.moe_router_fusion?), so that routing can be neither recorded nor "
                 "replayed (use_routing_replay, use_rollout_routing_replay)"
             )
-        if tokens.chosen is not None and made is not None:
-            tokens.chosen[:, self.layer] = made
         if tokens.counted:
             found = routed[: tokens.real].sum(0, dtype=torch.int64)
             self.load = found if self.load is None else self.load + found

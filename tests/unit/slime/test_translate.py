@@ -219,6 +219,20 @@ def test_what_megatron_does_with_gradients_becomes_settings() -> None:
     assert "without --num-layers" in notes["--num-layers-per-virtual-pipeline-stage"]
 
 
+def test_what_evens_out_experts_is_megatron_s() -> None:
+    asked = "--moe-aux-loss-coeff 0.001 --moe-router-bias-update-rate 0 --moe-grouped-gemm"
+    config = config_of(f"{SHORTEST} --train-backend megatron {asked}")
+    assert config.megatron == {
+        "moe_grouped_gemm": True,
+        "moe_aux_loss_coeff": 0.001,
+        "moe_router_load_balancing_type": "aux_loss",
+    }
+    none = "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0"
+    assert config_of(f"{SHORTEST} --train-backend megatron {none}").megatron == {}
+    with pytest.raises(ConfigError, match=r"--moe-aux-loss-coeff 0\.001: only 0 is possible"):
+        config_of(f"{SHORTEST} {asked}")
+
+
 def test_what_slime_defaults_to_is_said_where_ours_is_another() -> None:
     config = config_of(SHORTEST)
     assert (config.data.input_key, config.data.shuffle) == ("input", False)

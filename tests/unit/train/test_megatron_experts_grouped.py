@@ -15,7 +15,7 @@ from torch.nn import functional  # noqa: E402
 
 from rlcore.config.tree import AlgorithmConfig, TrainConfig  # noqa: E402
 from rlcore.train.fsdp.trainer import FsdpTrainer  # noqa: E402
-from rlcore.train.megatron.experts import GroupedExperts, _Together  # noqa: E402
+from rlcore.train.megatron.experts import GroupedExperts, together, weights_of  # noqa: E402
 from rlcore.train.megatron.trainer import MegatronTrainer  # noqa: E402
 
 TP, EP = "tensor_model_parallel_size", "expert_model_parallel_size"
@@ -87,25 +87,36 @@ def batch_of(toy: Any) -> Any:
 def test_a_step_is_that_of_experts_one_after_another(
     family: str, more: Any, toy: Any, make: Make, products: list[Any], tmp_path: Path
 ) -> None:
-    apart, together = make(family, megatron={}, **more), make(family, **more)
-    assert together.digest() == apart.digest()
+    apart, joined = make(family, megatron={}, **more), make(family, **more)
+    assert joined.digest() == apart.digest()
     want = apart.train("start", "next", batch_of(toy)).metrics
     assert not products
-    got = together.train("start", "next", batch_of(toy)).metrics
+    got = joined.train("start", "next", batch_of(toy)).metrics
     assert products
     tolerance = 1e-2 if more.get("precision") else 1e-4
     for name in FIGURES:
         assert got[name] == pytest.approx(want[name], rel=tolerance), name
-    together.save_state(tmp_path / "state")
-    together.offload()
-    together.onload()
-    assert apart.load_state(tmp_path / "state", "next") == together.digest()
-    together.load_state(tmp_path / "state", "next")
-    for module in together._policy.chunks[0].modules():
+    joined.save_state(tmp_path / "state")
+    joined.offload()
+    joined.onload()
+    assert apart.load_state(tmp_path / "state", "next") == joined.digest()
+    joined.load_state(tmp_path / "state", "next")
+    for module in joined._policy.chunks[0].modules():
         if isinstance(module, GroupedExperts):
             # Where the optimizer writes.
-            for weights in (module.first, module.second):
-                assert _Together.apply(*weights).data_ptr() == weights[0].data_ptr()
+            for weights in map(weights_of, (module.first, module.second)):
+                assert together(weights).data_ptr() == weights[0].data_ptr()
+
+
+def test_who_waits_for_weights_is_asked(toy: Any, make: Make) -> None:
+    """As megatron-core does, which gathers weights while others compute."""
+    trainer, asked = make("qwen3_moe"), []
+    for module in trainer._policy.chunks[0].modules():
+        if isinstance(module, GroupedExperts):
+            for projection in (*module.first, *module.second):
+                projection.register_forward_pre_hook(lambda one, _: asked.append(one))
+    trainer.log_probs([[1, 2, 3]])
+    assert len(asked) == len(set(asked)) == 2 * 2 * 4
 
 
 def test_what_does_not_fit_is_computed_one_after_another(
@@ -117,6 +128,14 @@ def test_what_does_not_fit_is_computed_one_after_another(
     want = make(folder, megatron={}).train("start", "next", batch_of(toy)).metrics
     assert not products
     assert got["grad_norm"] == want["grad_norm"]
+
+
+def test_weights_are_seen_where_they_lie_if_they_lie_evenly() -> None:
+    memory = torch.randn(200)
+    even = [memory[4 + 60 * k :][:12].view(3, 4) for k in range(3)]
+    assert together(even).data_ptr() == even[0].data_ptr()
+    for weights in (even, even[::-1], [even[0], *even], [*even, torch.randn(3, 4)], even[:1]):
+        assert torch.equal(together(weights), torch.stack(weights))
 
 
 @pytest.fixture(scope="module")
