@@ -16,7 +16,6 @@ from typing import Any
 from benchmarks._common import (
     REPO,
     RESULTS,
-    created,
     finish,
     keep,
     machine,
@@ -49,7 +48,6 @@ def curve(records: list[dict[str, Any]]) -> dict[str, Any]:
     held_out = [[i, round(m[HELD_OUT], 4)] for i, m in enumerate(metrics) if HELD_OUT in m]
     return {
         "iterations": len(records),
-        "training_s": round(created(records[-1]) - created(records[0]), 1),
         "reward_reached": reached,
         "final_reward": round(means[-1], 4),
         "final_held_out": held_out[-1][1] if held_out else None,

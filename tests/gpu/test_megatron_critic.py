@@ -38,6 +38,8 @@ PPO = {
 }
 FIGURES = ("loss", "grad_norm", "value_loss", "critic_grad_norm", "rollout/values")
 TOLERANCE = {"float32": 1e-4, "bfloat16": 3e-2}
+NEAR_0 = {"float32": 1e-5, "bfloat16": 2e-3}
+"""Values begin around 0."""
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +79,9 @@ def compare(got: dict[str, float], want: dict[str, float], precision: str) -> No
     for name in FIGURES:
         print(f"{name}: {got[name]:.7g}, FSDP2 {want[name]:.7g}")
     for name in FIGURES:
-        assert got[name] == pytest.approx(want[name], rel=TOLERANCE[precision], abs=1e-5), name
+        assert got[name] == pytest.approx(
+            want[name], rel=TOLERANCE[precision], abs=NEAR_0[precision]
+        ), name
 
 
 @pytest.mark.parametrize("precision", TOLERANCE)
