@@ -4,8 +4,8 @@ Run: python benchmarks/conversion.py [--layers 12] [--hidden 1024] [--repeats 3]
 
 Makes a random Qwen3-shaped model in bfloat16, then measures in turn: reading every tensor and
 writing it with safetensors (the plain copy), Hugging Face to torch_dist, and torch_dist to Hugging
-Face. All are timed until what they write is on disk (fsync); a conversion also reads its files once
-more, for their digests.
+Face. All are timed until what they write is on disk (fsync); a conversion also computes the digests
+of its files.
 """
 
 import argparse
@@ -20,7 +20,8 @@ from _common import RESULTS, finish, machine, seconds, spread
 
 from rlcore.conversion.convert import hf_to_torch_dist, torch_dist_to_hf
 
-GOAL_SHARE = 0.2
+GOAL_TIMES = 1.5
+"""Seconds of a conversion over those of a copy."""
 
 
 def make(folder: Path, layers: int, hidden: int) -> int:
@@ -88,8 +89,9 @@ def main() -> int:
     result = {
         "benchmark": "conversion",
         "what": "GB of weights a second, best of the repeats; higher is better",
-        "goal": f"each conversion at least {GOAL_SHARE} as fast as a copy without digests",
-        "met": min(best.values()) >= GOAL_SHARE * best["copy"],
+        "goal": f"each conversion takes at most {GOAL_TIMES} times as long as a copy",
+        "met": best["copy"] <= GOAL_TIMES * min(best.values()),
+        "times_a_copy": {name: round(best["copy"] / speed, 2) for name, speed in best.items()},
         "bytes": size,
         "gb_per_s": {name: round(speed, 3) for name, speed in best.items()},
         "seconds": {name: spread(each) for name, each in took.items()},

@@ -191,11 +191,16 @@ async def _generate(
         releases_memory=False,
     )
     engines = Engines(spec, [placement.engine(rank) for rank in range(config.num_engines)])
-    worker = (
-        actor_class(RolloutActor)
-        .options(**placement.worker().options)
-        .remote(dataclasses.replace(rollout_plan(plan), model_folder=str(folder), supervised=False))
+    whole = rollout_plan(plan)
+    # A router is the run's, whose engines it knows.
+    alone = {"use_sglang_router": False, "sglang_router_url": None}
+    own = dataclasses.replace(
+        whole,
+        model_folder=str(folder),
+        supervised=False,
+        rollout=whole.rollout.model_copy(update=alone),
     )
+    worker = actor_class(RolloutActor).options(**placement.worker().options).remote(own)
     what = "the evaluation's worker"
     try:
         ready = call(worker.ping.remote(), deadline_s=CONTROL_DEADLINE_S, what=what)

@@ -72,7 +72,7 @@ def engine_spec(plan: FleetPlan) -> EngineSpec:
     return EngineSpec(
         engine=rollout.engine,
         model_path=str(plan.engine_folder),
-        log_dir=str(plan.local("logs") / f"epoch-{plan.epoch:04d}"),
+        log_dir=_log_dir(plan),
         dtype=plan.engine_dtype,
         context_length=rollout.context_length,
         max_running_requests=rollout.max_running_requests,
@@ -90,6 +90,10 @@ def engine_spec(plan: FleetPlan) -> EngineSpec:
         env=DETERMINISTIC_ENV if _engine_numerics(plan.config) else {},
         mirror=_mirror_spec(plan) if plan.config.weights.transport == "delta" else None,
     )
+
+
+def _log_dir(plan: FleetPlan) -> str:
+    return str(plan.local("logs") / f"epoch-{plan.epoch:04d}")
 
 
 def _engine_numerics(config: RunConfig) -> dict[str, Argument]:
@@ -132,5 +136,6 @@ def rollout_plan(plan: FleetPlan) -> RolloutPlan:
         slime=slime_args_of(config),
         supervised=config.run.mode == "sft",
         adapters=config.weights.lora_as_adapter,
+        log_dir=_log_dir(plan),
         keep_on_for=config.train.num_iterations if config.is_fully_async else None,
     )

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlcore.cluster.actor_logs import Line, Lines, shown
@@ -35,6 +36,7 @@ from rlcore.rollout.pool import EnginePool
 from rlcore.rollout.producer import Endless, Producer
 from rlcore.rollout.rewards.protocol import Score
 from rlcore.rollout.rewards.scorer import Scorer
+from rlcore.rollout.router import Router
 from rlcore.rollout.stored import (
     DECIDED,
     choose,
@@ -74,6 +76,7 @@ class RolloutActor:
         self._objects = Objects.open(plan.root, plan.options)
         self._epoch = -1
         self._pool: EnginePool | None = None
+        self._router: Router | None = None
         self._endless = Endless()
         slime.activate(plan.slime)
         self._scorer = Scorer(plan.reward)
@@ -110,6 +113,7 @@ class RolloutActor:
 
     async def set_engines(self, urls: list[str]) -> None:
         """Generate with these engines from now on."""
+        await self._open_router(urls)
         old, self._pool = self._pool, self._new_pool(urls, (await self._loaded()).limits)
         if old is not None:
             await old.close()
@@ -319,6 +323,8 @@ class RolloutActor:
         await self._endless.close()
         if self._pool is not None:
             await self._pool.close()
+        if self._router is not None:
+            await self._router.close()
 
     # --- what is held -----------------------------------------------------------------------------
 
@@ -368,7 +374,18 @@ class RolloutActor:
             timeout_s=config.request_timeout_s,
             patience_s=config.start_timeout_s,
             adapters=self._plan.adapters,
+            router=self._router,
         )
+
+    async def _open_router(self, urls: Sequence[str]) -> None:
+        """Put a router before the engines, where one is asked for."""
+        config = self._plan.rollout
+        if self._router is not None:
+            await self._router.close()
+        if config.use_sglang_router or config.sglang_router_url is not None:
+            log_path = Path(self._plan.log_dir) / "router.log"
+            self._router = Router(config.sglang_router_url, log_path, config.request_timeout_s)
+            await self._router.open(urls)
 
     def _engines(self) -> EnginePool:
         if self._pool is None:

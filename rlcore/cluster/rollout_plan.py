@@ -39,6 +39,7 @@ class RolloutPlan:
         keep_on_for: generation goes on from one rollout to the next, for so many iterations of the
             run; None: each rollout is made on its own.
         adapters: engines hold the starting model, and policies are adapters of it.
+        log_dir: for the output of a router.
     """
 
     run_id: str
@@ -57,6 +58,7 @@ class RolloutPlan:
     supervised: bool = False
     keep_on_for: int | None = None
     adapters: bool = False
+    log_dir: str = "."
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,8 @@ class RolloutConfig(Section):
             "health_check_timeout_s",
             "num_engines",
             "engine_urls",
+            "use_sglang_router",
+            "sglang_router_url",
             "max_refills",
         }
     )
@@ -90,6 +92,10 @@ class RolloutConfig(Section):
     """Engines to run; default: cluster.rollout_num_gpus / cluster.rollout_num_gpus_per_engine."""
     engine_urls: list[Annotated[Url, Field(pattern=r"^https?://")]] = []
     """Servers that run already, in place of engines that the run starts; they get its weights."""
+    use_sglang_router: bool = False
+    """Start a router, which chooses engines; else requests go to the least loaded one."""
+    sglang_router_url: Annotated[Url, Field(pattern=r"^https?://")] | None = None
+    """A router that runs already, in place of one that the run starts."""
     max_running_requests: PositiveInt | None = None
     """Requests an engine works on at once; default: the engine's own choice."""
     concurrency: PositiveInt = 512
@@ -133,6 +139,7 @@ class RolloutConfig(Section):
     @model_validator(mode="after")
     def _servers_have_no_login(self) -> "RolloutConfig":
         check_no_login("rollout.teacher_url", self.teacher_url or "")
+        check_no_login("rollout.sglang_router_url", self.sglang_router_url or "")
         for url in self.engine_urls:
             check_no_login("rollout.engine_urls", url)
         return self

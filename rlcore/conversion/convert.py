@@ -10,7 +10,7 @@ Invariants:
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -126,7 +126,8 @@ def _write_torch_dist(
             writer.add(rule, whole)
             count += len(rule.hf)
         writer.finish()
-        return done(source, target, staging, "torch_dist", count, begun, weights.left_out)
+        made = "torch_dist"
+        return done(source, target, staging, made, count, begun, weights.left_out, writer.digests)
 
 
 def torch_dist_to_hf(
@@ -227,8 +228,9 @@ def _write_hf(
     with whole_folder(target) as staging:
         copy_small_files(model, staging, types[entries[0].name])
         typed = ((name, tensor.to(getattr(torch, types[name]))) for name, tensor in each())
-        write_shards(staging, entries, typed)
-        return done(source, target, staging, "huggingface", len(entries), begun, left_out)
+        digests = write_shards(staging, entries, typed)
+        count = len(entries)
+        return done(source, target, staging, "huggingface", count, begun, left_out, digests)
 
 
 def done(
@@ -239,10 +241,13 @@ def done(
     count: int,
     begun: float,
     left_out: Sequence[str],
+    digests: Mapping[str, str],
 ) -> Conversion:
-    """Digest what was written and say what was done; arguments as the fields of `Conversion`."""
+    """Digest what was written and say what was done; arguments as the fields of `Conversion`, and
+    the digests that are known.
+    """
     size = sum(path.stat().st_size for path in staging.rglob("*") if path.is_file())
     about = {"source": source.name, "made": made, "tensors": count, "left_out": list(left_out)}
-    sha256 = write_digests(staging, about)
+    sha256 = write_digests(staging, about, digests)
     spent = time.monotonic() - begun
     return Conversion(str(source), str(target), made, count, size, spent, tuple(left_out), sha256)

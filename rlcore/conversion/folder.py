@@ -7,10 +7,12 @@ removes.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,6 +20,8 @@ from rlcore.errors import ConfigError, Corrupt
 from rlcore.store.files import digest_stream
 
 DIGESTS = "conversion.json"
+SMALL = 1 << 16
+"""Fewer bytes are not worth a thread."""
 
 
 @contextmanager
@@ -45,18 +49,58 @@ def whole_folder(target: Path) -> Iterator[Path]:
     _sync_entry(target.parent)
 
 
-def write_digests(folder: Path, about: dict[str, object]) -> str:
+class DigestedFile:
+    """A new file whose digest is known once it is written: a thread computes it beside the
+    writing, so that what is large need not be read again.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("wb")
+        self._digest = hashlib.sha256()
+        self._beside = ThreadPoolExecutor(1)
+
+    def write(self, data: bytes | memoryview) -> int:
+        """All of it."""
+        if len(data) < SMALL:
+            self._digest.update(data)
+            return self._file.write(data)
+        digested = self._beside.submit(self._digest.update, data)
+        written = self._file.write(data)
+        digested.result()
+        return written
+
+    def flush(self) -> None:
+        """As of any file."""
+        self._file.flush()
+
+    def tell(self) -> int:
+        """Bytes so far."""
+        return self._file.tell()
+
+    def close(self) -> str:
+        """The SHA-256 of what was written."""
+        self._beside.shutdown()
+        self._file.close()
+        return self._digest.hexdigest()
+
+
+def write_digests(folder: Path, about: dict[str, object], known: Mapping[str, str]) -> str:
     """Write `conversion.json`: what was converted, and the size and digest of each file.
+
+    Args:
+        folder: of the files.
+        about: what was converted.
+        known: digests by path in the folder; other files are read for theirs.
 
     Returns:
         The SHA-256 of that file, which stands for the whole folder.
     """
     # The model's folder may be a conversion's own.
     (folder / DIGESTS).unlink(missing_ok=True)
+    found = {p.relative_to(folder).as_posix(): p for p in sorted(folder.rglob("*")) if p.is_file()}
     files = {
-        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": digest(path)}
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
+        name: {"bytes": path.stat().st_size, "sha256": known.get(name) or digest(path)}
+        for name, path in found.items()
     }
     path = folder / DIGESTS
     path.write_text(json.dumps({**about, "files": files}, indent=2) + "\n", "utf-8")

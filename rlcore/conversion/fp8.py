@@ -61,8 +61,9 @@ def hf_to_fp8(source: Path, target: Path) -> Conversion:
     with whole_folder(target) as staging:
         copy_small_files(source, staging, "bfloat16")
         _say_how(staging / "config.json", ["lm_head", *kept])
-        write_shards(staging, entries, each())
-        return done(source, target, staging, "fp8", len(entries), begun, weights.left_out)
+        digests = write_shards(staging, entries, each())
+        count, left_out = len(entries), weights.left_out
+        return done(source, target, staging, "fp8", count, begun, left_out, digests)
 
 
 def is_quantised(spec: TensorSpec) -> bool:

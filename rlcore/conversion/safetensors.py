@@ -9,8 +9,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING
 
+from rlcore.conversion.folder import DigestedFile
 from rlcore.weights.export import SHARD_BYTES, shard_names, write_index
 
 if TYPE_CHECKING:
@@ -49,24 +50,32 @@ def write_shards(
     entries: Sequence[Entry],
     tensors: Iterator[tuple[str, Tensor]],
     shard_bytes: int = SHARD_BYTES,
-) -> None:
+) -> dict[str, str]:
     """Write tensors into files of at most `shard_bytes`, or of one larger tensor.
 
     Args:
         folder: there already.
         entries: of all tensors, in the order in which they come.
         tensors: the same.
+
+    Returns:
+        Digests of the files by name.
     """
+    digests = {}
     shards = _shards(entries, shard_bytes)
     names = shard_names(len(shards))
     for name, shard in zip(names, shards, strict=True):
-        with (folder / name).open("wb") as file:
+        file = DigestedFile(folder / name)
+        try:
             _write_header(file, shard)
             for entry in shard:
                 _write_tensor(file, entry, *next(tensors))
+        finally:
+            digests[name] = file.close()
     if len(names) > 1:
         where = {e.name: name for name, shard in zip(names, shards, strict=True) for e in shard}
         write_index(folder, where, sum(entry.bytes for entry in entries))
+    return digests
 
 
 def _shards(entries: Sequence[Entry], limit: int) -> list[list[Entry]]:
@@ -81,7 +90,7 @@ def _shards(entries: Sequence[Entry], limit: int) -> list[list[Entry]]:
     return shards
 
 
-def _write_header(file: BinaryIO, entries: Sequence[Entry]) -> None:
+def _write_header(file: DigestedFile, entries: Sequence[Entry]) -> None:
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for entry in entries:
@@ -93,7 +102,7 @@ def _write_header(file: BinaryIO, entries: Sequence[Entry]) -> None:
     file.write(len(text).to_bytes(8, "little") + text)
 
 
-def _write_tensor(file: BinaryIO, entry: Entry, name: str, tensor: Tensor) -> None:
+def _write_tensor(file: DigestedFile, entry: Entry, name: str, tensor: Tensor) -> None:
     import torch
 
     told = (entry.name, entry.shape, getattr(torch, TORCH_NAMES[entry.dtype]))

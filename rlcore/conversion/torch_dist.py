@@ -16,8 +16,9 @@ import json
 import pickle
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
+from rlcore.conversion.folder import DigestedFile
 from rlcore.conversion.safetensors import SAFETENSORS_NAMES
 from rlcore.errors import DataError
 from rlcore.models.architecture import Architecture
@@ -123,6 +124,8 @@ class TorchDist:
         filled = 0
         for chunk in meta.chunks:
             stored = tuple((o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))
+            if stored == wanted:
+                return self._load(key, chunk.offsets).reshape(whole[len(lead) :])
             if both := overlap(wanted, stored):
                 part = self._load(key, chunk.offsets)[inside(both, stored)]
                 out[inside(both, wanted)] = part
@@ -139,11 +142,49 @@ class TorchDist:
         path = self._folder / info.relative_path
         try:
             with path.open("rb") as file:
-                file.seek(info.offset)
-                tensor: Tensor = torch.load(io.BytesIO(file.read(info.length)), weights_only=True)
+                window = io.BufferedReader(_Window(file, info.offset, info.length))
+                tensor: Tensor = torch.load(window, weights_only=True)
         except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
             raise DataError(f"{path} does not hold {key}: {error}") from None
         return tensor
+
+
+class _Window(io.RawIOBase):
+    """A part of a file as a file, which torch reads straight into its tensors."""
+
+    def __init__(self, file: BinaryIO, start: int, length: int) -> None:
+        super().__init__()
+        self._file, self._start, self._length = file, start, length
+        self._at = 0
+
+    def readable(self) -> bool:
+        """Yes."""
+        return True
+
+    def seekable(self) -> bool:
+        """Yes."""
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """As of any file."""
+        self._at = (
+            offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
+        )
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        """As of any file."""
+        self._file.seek(self._start + self._at)
+        view = memoryview(buffer).cast("B")[: max(0, self._length - self._at)]
+        count: int = self._file.readinto(view)  # type: ignore[attr-defined]
+        self._at += count
+        return count
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    """A tensor whose storage holds nothing else: torch writes all of a storage."""
+    whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+    return tensor if whole else tensor.clone()
 
 
 def stored_keys(rule: Rule) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -232,6 +273,8 @@ class TorchDistWriter:
         self._stacked = arch.num_experts == 0
         self._file_bytes = file_bytes
         self._file: Any = None
+        self.digests: dict[str, str] = {}
+        """Of the files of tensors that are finished, by path in the folder."""
         self._count = 0
         self._tensors: dict[str, Any] = {}
         self._storage: dict[Any, Any] = {}
@@ -256,7 +299,7 @@ class TorchDistWriter:
         sizes = torch.Size([*(1 for _ in lead), *tensor.shape])
         known.chunks.append(dcp.ChunkStorageMetadata(offsets, sizes))
         name, start = self._open(), self._file.tell()
-        torch.save(tensor.reshape(sizes).contiguous().clone(), self._file)
+        torch.save(_alone(tensor.reshape(sizes).contiguous()), self._file)
         info = _StorageInfo(name, start, self._file.tell() - start)
         self._storage[dcp.MetadataIndex(key, offsets)] = info
         self._add_state(key, lead or (0,), dims or (1,))
@@ -294,20 +337,27 @@ class TorchDistWriter:
     def _open(self) -> str:
         """The name of the file that takes the next tensor."""
         if self._file is not None and self._file.tell() >= self._file_bytes:
-            self._file.close()
-            self._file = None
+            self._close()
         if self._file is None:
             self._count += 1
-            self._file = (self._folder / f"__{self._count - 1}_0.distcp").open("wb")
+            self._file = DigestedFile(self._folder / self._name)
+        return self._name
+
+    @property
+    def _name(self) -> str:
         return f"__{self._count - 1}_0.distcp"
+
+    def _close(self) -> None:
+        if self._file is not None:
+            self.digests[f"{RELEASE}/{self._name}"] = self._file.close()
+            self._file = None
 
     def finish(self) -> None:
         """Write what says where everything is, and what makes it a checkpoint of Megatron's."""
         import torch
         from torch.distributed.checkpoint.metadata import Metadata
 
-        if self._file is not None:
-            self._file.close()
+        self._close()
         metadata = Metadata(self._tensors, planner_data={}, storage_data=self._storage)
         (self._folder / METADATA).write_bytes(pickle.dumps(metadata))
         torch.save({"checkpoint_version": 3.0, "iteration": 0}, self._folder / COMMON)

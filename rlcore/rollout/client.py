@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from operator import itemgetter
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -154,6 +155,18 @@ class EngineClient:
         """
         if not requests:
             return []
+        content = await self._send("POST", "/generate", self._body(requests, adapter))
+        with no_collection():
+            replies = self._read("/generate", content)
+            if not isinstance(replies, list) or len(replies) != len(requests):
+                got = len(replies) if isinstance(replies, list) else type(replies).__name__
+                raise EngineError(
+                    f"{self.url}/generate answered {got} for {len(requests)} requests"
+                )
+            return [self._result(reply, r) for reply, r in zip(replies, requests, strict=True)]
+
+    def _body(self, requests: Sequence[GenerateRequest], adapter: str | None) -> dict[str, Any]:
+        """Of a request for all of them."""
         for request in requests:
             check_request(request.input_ids, request.sampling_params, self.limits)
         body: dict[str, Any] = {
@@ -169,15 +182,15 @@ class EngineClient:
             body["lora_path"] = adapter
         if all(r.rid is not None for r in requests):
             body["rid"] = [r.rid for r in requests]
-        content = await self._send("POST", "/generate", body)
-        with no_collection():
-            replies = self._read("/generate", content)
-            if not isinstance(replies, list) or len(replies) != len(requests):
-                got = len(replies) if isinstance(replies, list) else type(replies).__name__
-                raise EngineError(
-                    f"{self.url}/generate answered {got} for {len(requests)} requests"
-                )
-            return [self._result(reply, r) for reply, r in zip(replies, requests, strict=True)]
+        return body
+
+    async def _generate_alone(
+        self, request: GenerateRequest, adapter: str | None
+    ) -> GenerateResult:
+        """`generate` of one, without the lists of a batch."""
+        body = self._body([request], adapter)
+        alone = {k: one[0] if isinstance(one, list) else one for k, one in body.items()}
+        return self._result(await self._json("POST", "/generate", alone), request)
 
     async def prompt_log_probs(
         self, sequences: Sequence[list[int]], adapter: str | None = None
@@ -232,7 +245,7 @@ class EngineClient:
             reason = meta["finish_reason"]
             entries = meta.get("output_token_logprobs") or []
             tokens = reply["output_ids"]
-            log_probs = [entry[0] for entry in entries]
+            log_probs = list(map(itemgetter(0), entries))
             result = GenerateResult(
                 tokens=tokens,
                 log_probs=log_probs,
@@ -259,12 +272,12 @@ class EngineClient:
                 f"tokens, not {len(request.input_ids)}: its image processor is another than that "
                 "of the model's folder (preprocessor_config.json)"
             )
-        if [entry[1] for entry in entries] != tokens:
+        if list(map(itemgetter(1), entries)) != tokens:
             raise EngineError(
                 f"{self.url}/generate answered {len(tokens)} tokens, but log-probs of other "
                 f"{len(entries)}"
             )
-        if not all(type(p) is float and math.isfinite(p) for p in log_probs):
+        if not set(map(type, log_probs)) <= {float} or not all(map(math.isfinite, log_probs)):
             raise EngineError(
                 f"{self.url}/generate answered log-probs that are no finite numbers; the engine's "
                 "weights are broken"

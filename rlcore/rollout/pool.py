@@ -6,6 +6,7 @@ Invariants:
 - An engine that failed twice in a row gets no calls until it answers again, with the policy version
   that is asked for: one that was started again holds another until the weights are pushed to it.
 - While no engine answers, calls wait for one, and none of their attempts is used up.
+- With a router it alone gets calls, and counts as an engine that is well when all engines are.
 - A request that an engine aborted without being asked to counts as failed and is sent again. One
   that `abort_all` ended is answered with what it had; nothing is sent while it runs.
 """
@@ -27,6 +28,7 @@ from rlcore.rollout.client import (
     adapter_of,
 )
 from rlcore.rollout.limits import Limits
+from rlcore.rollout.router import RoutedClient, Router
 from rlcore.rollout.together import all_of
 
 log = logging.getLogger("sluice.rollout")
@@ -72,6 +74,7 @@ class EnginePool:
         pause_s: seconds before the first retry; doubled each time.
         patience_s: seconds to wait for an engine to come back while none answers.
         adapters: policies are adapters of the model that engines hold.
+        router: that spreads calls over the engines, where there is one.
 
     Attributes:
         version: policy version that the engines must hold; None: any.
@@ -91,6 +94,7 @@ class EnginePool:
         pause_s: float = 0.5,
         patience_s: float = 0.0,
         adapters: bool = False,
+        router: Router | None = None,
     ) -> None:
         if not urls:
             raise EngineError("there is no engine to generate with")
@@ -104,6 +108,10 @@ class EnginePool:
         self.oldest: int | None = None
         self.aborting = False
         self._engines = [_Engine(EngineClient(url, limits, timeout_s)) for url in urls]
+        self._router = router
+        routed = router and [_Engine(RoutedClient(router, limits, timeout_s))]
+        self._takers = routed or self._engines
+        """What gets calls."""
         self._changed = asyncio.Condition()
 
     def __len__(self) -> int:
@@ -113,6 +121,11 @@ class EnginePool:
     def urls(self) -> list[str]:
         """Of the engines."""
         return [engine.client.url for engine in self._engines]
+
+    @property
+    def address(self) -> str:
+        """Where one who wants something generated may send it: the router, or an engine."""
+        return self._takers[0].client.url
 
     @property
     def total_concurrency(self) -> int:
@@ -132,7 +145,8 @@ class EnginePool:
 
     async def close(self) -> None:
         """Close the connections."""
-        await asyncio.gather(*(engine.client.close() for engine in self._engines))
+        clients = {engine.client for engine in (*self._engines, *self._takers)}
+        await asyncio.gather(*(client.close() for client in clients))
 
     async def generate(
         self,
@@ -267,11 +281,11 @@ class EnginePool:
             async with self._changed:
                 if self.aborting:
                     raise EngineUnavailable("all requests are being ended")
-                healthy = [e for e in self._engines if e.healthy]
+                healthy = [e for e in self._takers if e.healthy]
                 others = [e for e in healthy if e is not avoid] or healthy
                 if others:
                     engine = min(others, key=lambda e: e.in_flight)
-                    if engine.in_flight == 0 or engine.in_flight + samples <= self.concurrency:
+                    if engine.in_flight == 0 or engine.in_flight + samples <= self._room:
                         engine.in_flight += samples
                         return engine
                     await self._changed.wait()
@@ -282,11 +296,16 @@ class EnginePool:
                 raise EngineUnavailable(f"no engine answers{held} ({urls})")
             await asyncio.sleep(RECHECK_S)
 
+    @property
+    def _room(self) -> int:
+        """Samples in flight at one that gets calls."""
+        return self.concurrency if self._router is None else self.total_concurrency
+
     async def _recheck(self) -> None:
         now = time.monotonic()
-        due = [e for e in self._engines if not e.healthy and now - e.checked >= RECHECK_S]
-        if not due and not any(e.healthy for e in self._engines):
-            due = self._engines
+        due = [e for e in self._takers if not e.healthy and now - e.checked >= RECHECK_S]
+        if not due and not any(e.healthy for e in self._takers):
+            due = self._takers
         for engine in due:
             engine.checked = now
             if await self._is_ready(engine.client):
@@ -295,9 +314,13 @@ class EnginePool:
                 engine.failures = FAILURES_UNTIL_UNHEALTHY - 1
 
     async def _is_ready(self, client: EngineClient) -> bool:
-        if not await client.health():
-            return False
         try:
+            if isinstance(client, RoutedClient):
+                await client.router.revive()
+                ready = [await self._is_ready(engine.client) for engine in self._engines]
+                return all(ready) and await client.health()
+            if not await client.health():
+                return False
             any_will_do = self.version is None and self.oldest is None
             return any_will_do or self.accepts(await client.weight_version())
         except EngineError:

@@ -504,8 +504,8 @@ DEBUG = (
 )
 
 SGLANG = (
-    Argument("sglang-router-ip", "str", Refused("requests go to the engines; there is no router")),
-    Argument("sglang-router-port", "int", Refused("requests go to engines; there is no router")),
+    Argument("sglang-router-ip", "str", Joined("rollout.sglang_router_url", "one that runs")),
+    Argument("sglang-router-port", "int", Joined("rollout.sglang_router_url", "one that runs")),
     Argument(
         "sglang-router-request-timeout-secs", "int", Setting("rollout.request_timeout_s", float)
     ),

@@ -392,6 +392,15 @@ def _cluster(given: dict[str, Any], done: Translation) -> None:
         raise ConfigError("--rollout-num-gpus is missing: without --colocate it has no default")
     if engines is not None:
         _set(done, "cluster.rollout_num_gpus", engines)
+    host, port = (given.get(f"sglang-router-{name}") for name in ("ip", "port"))
+    if (host is None) != (port is None):
+        raise ConfigError(
+            "--sglang-router-ip and --sglang-router-port name a router that runs already, and only "
+            "one of them is there; for one that the run starts, leave both out and set "
+            "rollout.use_sglang_router"
+        )
+    if host is not None:
+        _set(done, "rollout.sglang_router_url", f"http://{host}:{port}")
 
 
 def _store(given: dict[str, Any], done: Translation) -> None:

@@ -22,8 +22,15 @@ TEMPLATE = (
 PATCH, MERGE = 4, 2
 
 
-def write_model(folder: Path, kind: str = "qwen2_5_vl", seed: int = 0) -> Path:
-    """A model with a vision tower of two blocks, its tokenizer and its image processor."""
+def write_model(folder: Path, kind: str = "qwen2_5_vl", seed: int = 0, wider: int = 1) -> Path:
+    """A model with a vision tower of two blocks, its tokenizer and its image processor.
+
+    Args:
+        folder: to write to.
+        kind: `qwen2_5_vl` or `qwen3_vl`.
+        seed: of its weights.
+        wider: so many times as wide as the smallest; kernels of GPUs want heads of 64.
+    """
     import torch
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedTokenizerFast
@@ -43,8 +50,8 @@ def write_model(folder: Path, kind: str = "qwen2_5_vl", seed: int = 0) -> Path:
     tokenizer.chat_template = TEMPLATE
     text: dict[str, Any] = {
         "vocab_size": len(vocabulary),
-        "hidden_size": 32,
-        "intermediate_size": 64,
+        "hidden_size": 32 * wider,
+        "intermediate_size": 64 * wider,
         "num_hidden_layers": 2,
         "num_attention_heads": 2,
         "num_key_value_heads": 1,
@@ -55,21 +62,21 @@ def write_model(folder: Path, kind: str = "qwen2_5_vl", seed: int = 0) -> Path:
         "rope_parameters": {
             "rope_type": "default",
             "rope_theta": 10000.0,
-            "mrope_section": [4, 2, 2],
+            "mrope_section": [4 * wider, 2 * wider, 2 * wider],
         },
     }
     vision: dict[str, Any] = {
         "depth": 2,
-        "hidden_size": 32,
-        "intermediate_size": 48,
+        "hidden_size": 32 * wider,
+        "intermediate_size": 48 * wider,
         "num_heads": 2,
         "patch_size": PATCH,
         "spatial_merge_size": MERGE,
         "temporal_patch_size": 2,
-        "out_hidden_size": 32,
+        "out_hidden_size": 32 * wider,
     }
     if kind == "qwen3_vl":
-        text |= {"head_dim": 16}
+        text |= {"head_dim": 16 * wider}
         text["rope_parameters"]["mrope_interleaved"] = True
         vision |= {"num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}
     else:
@@ -91,7 +98,7 @@ def write_model(folder: Path, kind: str = "qwen2_5_vl", seed: int = 0) -> Path:
         # Larger than a checkpoint's first weights: what a model sees is to change what it says.
         for parameter in model.parameters():
             if parameter.dim() > 1:
-                parameter.data.normal_(std=0.2)
+                parameter.data.normal_(std=0.2 / wider**0.5)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     processor = {

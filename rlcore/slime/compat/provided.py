@@ -112,7 +112,7 @@ async def post(
         PluginError: the server gives no answer, or a request asks for what is not passed on.
     """
     serving = state.found()
-    if serving is not None and any(url == f"{one}/generate" for one in serving.pool.urls):
+    if serving is not None and url == f"{serving.pool.address}/generate":
         return await _through_pool(serving, payload)
     import httpx
 

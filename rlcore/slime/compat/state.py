@@ -87,7 +87,7 @@ def attribute(name: str) -> Any:
     if name in ENGINES_ONLY:
         if _serving is None:
             raise AttributeError(f"args.{name} is there where engines are: in generate functions")
-        host, _, port = _serving.pool.urls[0].rpartition("//")[2].rpartition(":")
+        host, _, port = _serving.pool.address.rpartition("//")[2].rpartition(":")
         return host if name == ENGINES_ONLY[0] else int(port)
     from rlcore.slime.compat.attributes import why_missing
 

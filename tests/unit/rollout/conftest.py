@@ -164,7 +164,7 @@ def engines(
         engine.start(argv, logs / f"{k}.log")
         made.append(engine)
     for engine in made:
-        engine.wait_healthy(120)
+        engine.wait_healthy(300)
     yield made
     for engine in made:
         engine.stop()

@@ -423,3 +423,10 @@ def test_engines_that_run_already_are_named_by_their_addresses() -> None:
     config = config_of(f"{SHORTEST} --rollout-external-engine-addrs 10.0.0.1:30000 10.0.0.2:30000")
     assert config.rollout.engine_urls == ["http://10.0.0.1:30000", "http://10.0.0.2:30000"]
     assert (config.num_engines, config.cluster.rollout_num_gpus) == (2, 2)
+
+
+def test_a_router_that_runs_already_is_named_by_its_address() -> None:
+    config = config_of(f"{SHORTEST} --sglang-router-ip 10.0.0.3 --sglang-router-port 3000")
+    assert config.rollout.sglang_router_url == "http://10.0.0.3:3000"
+    with pytest.raises(ConfigError, match="only one of them is there"):
+        config_of(f"{SHORTEST} --sglang-router-port 3000")
