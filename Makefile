@@ -10,7 +10,7 @@ INSTALLED := .venv/.installed-$(shell cat constraints.txt pyproject.toml | sha25
 
 # `make gpu-test PY=python3` takes that interpreter as it is and installs nothing; so does gpu-bench.
 GPU_PY := $(or $(PY),$(BIN)/python)
-GPU_BENCHMARKS := trainer megatron rollout sync race two_gpus
+GPU_BENCHMARKS := trainer megatron megatron_experts rollout sync race two_gpus
 OUT ?= benchmarks/results
 PYTEST_PLAIN := -c /dev/null --rootdir=. --import-mode=importlib -p no:cacheprovider
 
