@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import resource
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -19,7 +19,7 @@ from rlcore.algorithms.packing import TrainSequence, pack
 from rlcore.config.tree import AlgorithmConfig, TrainConfig
 from rlcore.errors import ConfigError, PluginError, TrainError
 from rlcore.images.processor import ImageProcessor
-from rlcore.train.backend import Models, Optimizer, Scores
+from rlcore.train.backend import Models, Optimizer, Scores, TrainedPolicy
 from rlcore.train.credit import MicroBatch
 from rlcore.train.custom import Functions
 from rlcore.train.fsdp.shards import ShardWriter
@@ -29,6 +29,7 @@ from rlcore.train.out_of_memory import out_of_memory
 from rlcore.train.ranks import Ranks
 from rlcore.train.rates import learning_rate
 from rlcore.train.trainer import DType, StateDigest, TrainBatch, TrainReport
+from rlcore.train.warm_up import make_code
 from rlcore.weights.export import Adapter, write_hf_folder
 
 TORCH_DTYPES: dict[DType, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -137,8 +138,9 @@ class BaseTrainer(ABC, Generic[PolicyT, OptimizerT]):
     def _sizes(self) -> Mapping[str, int]:
         """Bytes of this rank's shares of all that stays from batch to batch, and of gradients."""
 
+    @abstractmethod
     def _warm_up(self) -> None:
-        """Do before the first batch what every batch would wait for; nothing, unless it is said."""
+        """`_make_code` of what is there."""
 
     @property
     def _trains_adapter(self) -> bool:
@@ -168,7 +170,8 @@ class BaseTrainer(ABC, Generic[PolicyT, OptimizerT]):
             self._build_reference()
         if self._algorithm.opd_teacher_load and self._teacher is None:
             self._teacher = self._build_teacher(Path(self._algorithm.opd_teacher_load))
-        self._warm_up()
+        if self._compiles:
+            self._warm_up()
         self._writer = ShardWriter()
         torch.manual_seed(self._seed)
         self.loaded, self.dirty = state_id, False
@@ -200,6 +203,25 @@ class BaseTrainer(ABC, Generic[PolicyT, OptimizerT]):
             raise TrainError("the trainer holds no model yet; call load first")
         self._offload.check(weights_only=weights_only)
         return self._policy, self._optimizer
+
+    @property
+    def _compiles(self) -> bool:
+        """Whether torch compiles models: what it makes may differ in its last bits."""
+        wanted = self._train.torch_compile and not self._train.deterministic
+        return wanted and self._device.type == "cuda"
+
+    def _make_code(self, policy: TrainedPolicy, frozen: Sequence[Scores]) -> None:
+        """Have torch make the code of a step before there is one: engines start meanwhile."""
+        _, optimizer = self._held()
+        make_code(
+            policy,
+            frozen,
+            self._device,
+            max_tokens=self._train.max_tokens,
+            temperature=self._temperature,
+            with_entropy=self._algorithm.entropy_coef != 0,
+        )
+        optimizer.drop_gradients()
 
     # --- the reference ----------------------------------------------------------------------------
 

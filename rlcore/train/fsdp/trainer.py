@@ -21,7 +21,7 @@ from rlcore.images.processor import ImageProcessor, takes_images
 from rlcore.train.backend import Critic, Models
 from rlcore.train.base import TORCH_DTYPES, BaseTrainer
 from rlcore.train.fsdp import state
-from rlcore.train.fsdp.compilation import compile_layers, make_code
+from rlcore.train.fsdp.compilation import compile_layers
 from rlcore.train.fsdp.context import Context
 from rlcore.train.fsdp.critic import TrainedCritic, load_critic
 from rlcore.train.fsdp.lora import Adapters, WithoutAdapters
@@ -108,20 +108,9 @@ class FsdpTrainer(BaseTrainer[Policy, ShardedAdamW]):
             self.images = ImageProcessor(folder, trust_remote_code=self._trust_remote_code)
 
     def _warm_up(self) -> None:
-        """Have torch make the code of a step before there is one: engines start meanwhile."""
-        if not self._compiles:
-            return
-        policy, optimizer = self._held()
+        policy, _ = self._held()
         frozen = [self._reference_of(policy), self._teacher]
-        make_code(
-            policy,
-            [Scorer(model) for model in frozen if model is not None],
-            self._device,
-            max_tokens=self._train.max_tokens,
-            temperature=self._temperature,
-            with_entropy=self._algorithm.entropy_coef != 0,
-        )
-        optimizer.drop_gradients()
+        self._make_code(Passes(policy), [Scorer(model) for model in frozen if model is not None])
 
     def _read_state(self, folder: Path) -> StateDigest:
         policy, optimizer = self._held()
@@ -163,9 +152,7 @@ class FsdpTrainer(BaseTrainer[Policy, ShardedAdamW]):
 
     @property
     def _compiles(self) -> bool:
-        """Whether layers are compiled: what is compiled may differ in its last bits."""
-        plain = self._as_sglang or self._train.deterministic
-        return self._device.type == "cuda" and self._train.torch_compile and not plain
+        return super()._compiles and not self._as_sglang
 
     def _reference_of(self, policy: Policy) -> Policy | WithoutAdapters | None:
         """What answers for the reference, where there is one."""

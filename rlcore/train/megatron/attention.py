@@ -75,6 +75,7 @@ class TorchAttention(nn.Module):
         )
         return out.permute(2, 0, 1, 3).flatten(2)
 
+    @torch.compiler.disable
     def _packed(self, query: Tensor, key: Tensor, value: Tensor, edges: Tensor) -> Tensor:
         """[T, heads, width of values] of [T, heads, width]."""
         group = parallel_state.get_context_parallel_group()

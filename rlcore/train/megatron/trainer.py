@@ -33,6 +33,7 @@ from rlcore.train.fsdp.model import current_device
 from rlcore.train.fsdp.state import holds_reference
 from rlcore.train.megatron import parallel, state
 from rlcore.train.megatron.chunks import ChunkWriter
+from rlcore.train.megatron.compilation import compile_layers
 from rlcore.train.megatron.cpu import without_cuda
 from rlcore.train.megatron.critic import CriticNetwork, CriticPart, TrainedCritic, with_head
 from rlcore.train.megatron.held import Held, held_by
@@ -115,6 +116,10 @@ class MegatronTrainer(BaseTrainer[PolicyNetwork, DistributedAdamW]):
         if self._algorithm.has_critic:
             self._critic = self._build_critic(folder)
 
+    def _warm_up(self) -> None:
+        policy, _ = self._held()
+        self._make_code(policy, [m for m in (self._reference, self._teacher) if m is not None])
+
     def _build_optimizer(
         self, model: Network, tensors: Sequence[Held], train: TrainConfig, read: ReadTensor
     ) -> DistributedAdamW:
@@ -178,7 +183,10 @@ class MegatronTrainer(BaseTrainer[PolicyNetwork, DistributedAdamW]):
         runs = range(layout.virtual_pipeline) if layout.virtual_pipeline else (None,)
         precision, more = self._train.precision, self._settings.more
         with without_cuda():
-            return [build_model(arch, layout, precision, more, run).train() for run in runs]
+            chunks = [build_model(arch, layout, precision, more, run).train() for run in runs]
+        if self._compiles:
+            compile_layers(chunks)
+        return chunks
 
     def _build_critic(self, folder: Path) -> TrainedCritic:
         arch, shape = _described(folder)

@@ -9,7 +9,10 @@ since the other ranks may wait.
 import pickle
 import sys
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,9 @@ import torch
 import torch.distributed as dist
 
 from rlcore.config.tree import AlgorithmConfig, TrainConfig
+from rlcore.train.base import BaseTrainer
 from rlcore.train.make import make_trainer
+from rlcore.train.megatron.trainer import MegatronTrainer
 
 
 def run(case: dict[str, Any], device: str) -> dict[str, Any]:
@@ -48,6 +53,19 @@ def run(case: dict[str, Any], device: str) -> dict[str, Any]:
     return out
 
 
+@contextmanager
+def compiled() -> Iterator[None]:
+    """Trainers have torch go through what they would compile on a GPU."""
+    plain = torch.compile
+    torch.compile = partial(plain, backend="aot_eager")  # type: ignore[assignment]
+    MegatronTrainer._compiles = True  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        torch.compile = plain  # type: ignore[assignment]
+        MegatronTrainer._compiles = BaseTrainer._compiles  # type: ignore[method-assign]
+
+
 def main(rank: int, world: int, folder: Path, job: Path, device: str) -> None:
     """All cases, one after another."""
     torch.set_num_threads(1)
@@ -65,7 +83,8 @@ def main(rank: int, world: int, folder: Path, job: Path, device: str) -> None:
     for case in pickle.loads(job.read_bytes()):
         target = folder / f"{case['name']}.{rank}"
         try:
-            out = run(case, device)
+            with compiled() if case.get("compiled") else nullcontext():
+                out = run(case, device)
         except Exception:
             target.write_bytes(pickle.dumps(traceback.format_exc()))
             raise
