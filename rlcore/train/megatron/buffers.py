@@ -95,11 +95,15 @@ class Buffers:
 
     def finish(self) -> None:
         """Have gradients added up over the ranks, as far as they are not yet."""
-        for group in self._groups:
-            if self._config.overlap_grad_reduce and group.grad_reduce_handle is None:
-                # The first step finds out which gradients a bucket must wait for.
-                group.start_grad_sync()
-            group.finish_grad_sync()
+        with without_cuda():
+            for group in self._groups:
+                sent = group.grad_reduce_handle is not None
+                # From 0.19 on, a bucket may have been waited for by the one behind it.
+                sent = sent or getattr(group, "grad_reduce_finished", False)
+                if self._config.overlap_grad_reduce and not sent:
+                    # The first step finds out which gradients a bucket must wait for.
+                    group.start_grad_sync()
+                group.finish_grad_sync()
 
     def send(self) -> None:
         """The spans of all ranks have new weights: gather them, or leave that to the next forward
