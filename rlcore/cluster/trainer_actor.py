@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlcore.cluster.actor_logs import Line, Lines, shown
-from rlcore.config.tree import AlgorithmConfig, ModelConfig, Scalar, TrainConfig
+from rlcore.config.tree import AlgorithmConfig, MegatronTable, ModelConfig, Scalar, TrainConfig
 from rlcore.errors import Corrupt, Fenced, TrainError
 from rlcore.images.processor import takes_images
 from rlcore.net import interface_of, own_address
@@ -77,7 +77,7 @@ class TrainerSpec:
     """slime's `args`, where plugins written for it are to run."""
     shares_gpus: bool = False
     """Memory that it does not use is for others to take."""
-    megatron: dict[str, Scalar] = field(default_factory=dict)
+    megatron: MegatronTable = field(default_factory=dict)
     """Settings by megatron-core's names."""
 
 

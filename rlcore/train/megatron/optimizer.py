@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from rlcore.config.tree import TrainConfig
 from rlcore.train.megatron import parallel
 from rlcore.train.megatron.buffers import Buffers, Place
-from rlcore.train.megatron.stepping import HostSteps, Run, Steps
+from rlcore.train.megatron.stepping import HostSteps, Run, Stepped, Steps
 
 Kind = Literal["model", "exp_avg", "exp_avg_sq"]
 KINDS: tuple[Kind, ...] = ("model", "exp_avg", "exp_avg_sq")
@@ -111,7 +111,7 @@ class DistributedAdamW:
         self._by_name = {piece.weight.name: piece for piece in self._pieces}
         self._own = [piece for piece in self._pieces if len(piece.master)]
         self._steps: Steps | HostSteps = (HostSteps if host else Steps)(self._own, train)
-        self._runs: dict[Piece, Run] = {p: run for run in self._steps.runs for p in run.pieces}
+        self._runs: dict[Stepped, Run] = {p: run for run in self._steps.runs for p in run.pieces}
         self.steps = 0
 
     def set_steps(self, steps: int) -> None:

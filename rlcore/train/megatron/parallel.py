@@ -19,8 +19,8 @@ from rlcore.errors import ConfigError
 from rlcore.train.megatron.model import Layout
 from rlcore.train.ranks import Ranks
 
-_now: list[Layout] = []
-"""The layout that megatron-core was last set up for, here."""
+_now: list[Any] = []
+"""The layout that megatron-core was last set up for, here, and the group of all ranks then."""
 
 
 def set_up(layout: Layout) -> None:
@@ -46,7 +46,7 @@ def set_up(layout: Layout) -> None:
             f"{world // layout.pipeline_parallel} ranks of a pipeline's stage"
         )
     if parallel_state.model_parallel_is_initialized():
-        if _now == [layout]:
+        if _now == [layout, dist.group.WORLD]:
             return
         parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
@@ -58,7 +58,7 @@ def set_up(layout: Layout) -> None:
         expert_tensor_parallel_size=tensor,
         create_gloo_process_groups=False,
     )
-    _now[:] = [layout]
+    _now[:] = [layout, dist.group.WORLD]
     # Nothing is random, and the tracker that says so needs no CUDA.
     initialize_rng_tracker(inference_rng_tracker=True)
 

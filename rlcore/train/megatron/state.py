@@ -169,12 +169,13 @@ def _of_experts(
     ranks = parallel.expert_ranks()
     target = layer % ranks.size
     stacks: dict[str, Growing] = {}
-    here = {held.rule.expert: [] for held in own}
+    here: dict[int, list[Held]] = {}
     for held in own:
-        here[held.rule.expert].append(held)
+        assert held.rule.expert is not None
+        here.setdefault(held.rule.expert, []).append(held)
     each = len(here)
     # All experts of a layer are alike.
-    templates = here[min(here, key=int)]
+    templates = here[min(here)]
     for expert in range(each * ranks.size):
         source = expert // each
         for k, template in enumerate(templates):
