@@ -64,12 +64,7 @@ class Buffers:
         functions = [ddp.no_sync for ddp in self._wrapped]
         chunks[0].config.no_sync_func = functions if len(functions) > 1 else functions[0]
         if config.overlap_param_gather and chunks[-1].post_process:
-            # Its weight is read without a call of its module.
-            last, groups = chunks[-1], self._wrapped[-1].param_to_bucket_group
-            group = groups[_output_weight(last)]
-            last.decoder.final_layernorm.register_forward_pre_hook(
-                lambda *_: group.finish_param_sync()
-            )
+            _gather_what_is_behind(chunks[-1], self._wrapped[-1])
 
     @property
     def _groups(self) -> Iterator[Any]:
@@ -96,11 +91,15 @@ class Buffers:
 
     def finish(self) -> None:
         """Have gradients added up over the ranks, as far as they are not yet."""
-        for group in self._groups:
-            if self._config.overlap_grad_reduce and group.grad_reduce_handle is None:
-                # The first step finds out which gradients a bucket must wait for.
-                group.start_grad_sync()
-            group.finish_grad_sync()
+        with without_cuda():
+            for group in self._groups:
+                sent = group.grad_reduce_handle is not None
+                # From 0.19 on, a bucket may have been waited for by the one behind it.
+                sent = sent or getattr(group, "grad_reduce_finished", False)
+                if self._config.overlap_grad_reduce and not sent:
+                    # The first step finds out which gradients a bucket must wait for.
+                    group.start_grad_sync()
+                group.finish_grad_sync()
 
     def send(self) -> None:
         """The spans of all ranks have new weights: gather them, or leave that to the next forward
@@ -182,9 +181,18 @@ def _spans(start: int, end: int, bucket: Span, parts: int) -> tuple[Span, ...]:
     return tuple(pairwise(edges))
 
 
-def _output_weight(chunk: GPTModel) -> nn.Parameter:
-    if chunk.share_embeddings_and_output_weights:
-        tied: nn.Parameter = chunk.shared_embedding_or_output_weight()
-        return tied
-    own: nn.Parameter = chunk.output_layer.weight
-    return own
+def _gather_what_is_behind(last: GPTModel, wrapped: DistributedDataParallel) -> None:
+    """Weights behind the decoder may be read without a call of their module: the last norm waits
+    for them.
+    """
+    groups = {
+        wrapped.param_to_bucket_group[parameter]: None
+        for name, parameter in last.named_parameters()
+        if parameter.requires_grad and not name.startswith("decoder.")
+    }
+
+    def wait(*_: Any) -> None:
+        for group in groups:
+            group.finish_param_sync()
+
+    last.decoder.final_layernorm.register_forward_pre_hook(wait)

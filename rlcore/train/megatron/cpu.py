@@ -1,9 +1,9 @@
 """megatron-core on a machine without CUDA.
 
 It asks for CUDA where nothing needs it: `torch.cuda.current_device()` as the place of new tensors,
-the literal device "cuda", and the state of CUDA's random numbers around what it computes again.
-Within `without_cuda` the devices mean the CPU, and there is no such state. Where CUDA is, it does
-nothing.
+the literal device "cuda", the stream before gradients are reduced, and the state of CUDA's random
+numbers around what it computes again. Within `without_cuda` the devices mean the CPU, and there is
+no such stream or state. Where CUDA is, it does nothing.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ def without_cuda() -> Iterator[None]:
     stand_ins: list[tuple[Any, str, Any]] = [
         (torch.cuda, "current_device", lambda: CPU),
         (torch.cuda, "synchronize", _nothing),
+        (torch.cuda, "current_stream", _no_stream),
         (random, "_get_cuda_rng_state", _nothing),
         (random, "_set_cuda_rng_state", _nothing),
     ]
@@ -69,3 +70,7 @@ def without_cuda() -> Iterator[None]:
 
 def _nothing(*_: Any, **__: Any) -> None:
     pass
+
+
+def _no_stream(*_: Any, **__: Any) -> None:
+    """Of its own: torch's compiler knows functions of torch by what stands for them."""

@@ -25,6 +25,7 @@ INSTEAD = {
     "calculate_per_token_loss": "algorithm.loss_aggregation",
     "average_in_collective": "algorithm.loss_aggregation",
     "bucket_size": "megatron.ddp_bucket_size",
+    "num_buckets": "megatron.ddp_bucket_size",
     "lr": "train.lr",
     "min_lr": "train.min_lr",
     "weight_decay": "train.weight_decay",

@@ -37,12 +37,10 @@ OF_COPIES = {
     "overlap_param_gather": True,
     "grad_reduce_in_fp32": True,
     "ddp_bucket_size": None,
-    "num_buckets": None,
     "pad_buckets_for_high_nccl_busbw": False,
     "reduce_scatter_with_fp32_accumulation": False,
 }
 """What is of `DistributedDataParallelConfig`, and what it is unless it is set."""
-WHOLE_NUMBERS = ("ddp_bucket_size", "num_buckets")
 RECOMPUTE = {
     "recompute_granularity": "full",
     "recompute_method": "uniform",
@@ -99,7 +97,7 @@ def _check_names(table: MegatronTable) -> None:
 def _copies(table: MegatronTable, train: TrainConfig) -> DistributedDataParallelConfig:
     given = {name: table[name] for name in OF_COPIES if name in table}
     for name, value in given.items():
-        number = name in WHOLE_NUMBERS
+        number = name == "ddp_bucket_size"
         if type(value) is not (int if number else bool) or (number and int(value) < 1):
             kind = "a whole number from 1 on" if number else "true or false"
             raise ConfigError(f"megatron.{name} = {value!r} must be {kind}")

@@ -5,6 +5,7 @@ Two optimizer steps of two micro-batches, in buckets that hold a weight or two: 
 megatron-core sends a bucket off as soon as it is full.
 """
 
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ pytest.importorskip("megatron.core")
 from rlcore.config.tree import AlgorithmConfig, TrainConfig  # noqa: E402
 from rlcore.errors import ConfigError  # noqa: E402
 from rlcore.train.fsdp.trainer import FsdpTrainer  # noqa: E402
+from rlcore.train.megatron import stepping  # noqa: E402
 from rlcore.train.megatron.settings import Settings  # noqa: E402
 
 TP, PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
@@ -159,3 +161,40 @@ def test_what_is_on_unless_it_is_set() -> None:
     hooked = TrainConfig(custom_megatron_before_train_step_hook_path="a.b")
     assert not Settings.of({}, hooked).copies.overlap_param_gather
     assert Settings.of({"ddp_bucket_size": 7}, TrainConfig()).copies.bucket_size == 7
+
+
+@dataclass
+class Part:
+    master: Any
+    reduced: Any
+    decays: bool
+    computes: Any
+
+
+def parts() -> list[Part]:
+    draw = torch.Generator().manual_seed(1)
+    sizes = (70, 5, 130, 90, 20, 64, 200)
+    masters = [torch.randn(n, generator=draw) for n in sizes]
+    return [
+        Part(master, torch.empty(0), k % 2 == 0, master.bfloat16())
+        for k, master in enumerate(masters)
+    ]
+
+
+def test_runs_in_the_host_s_memory_change_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stepping, "RUN", 100)
+    train = TrainConfig(weight_decay=0.1)
+    plain, apart = parts(), parts()
+    steps = stepping.Steps(plain, train), stepping.HostSteps(apart, train)
+    assert (len(steps[0].runs), len(steps[1].runs)) == (1, 3)
+    draw = torch.Generator().manual_seed(2)
+    for _ in range(3):
+        for one, other in zip(plain, apart, strict=True):
+            one.reduced = torch.randn(len(one.master), generator=draw)
+            other.reduced = one.reduced.clone()
+        for side in steps:
+            side.step(1e-2)
+    for one, other in zip(plain, apart, strict=True):
+        assert torch.equal(one.master, other.master)
+        assert torch.equal(one.computes, other.computes)
+        assert torch.equal(other.computes, other.master.bfloat16())
