@@ -8,8 +8,8 @@ Invariants:
 - The weights of a rank's experts lie one behind the other, so that one tensor shows them all. Where
   they do not lie evenly, since an optimizer has moved them, they are copied together as long as a
   product takes.
-- What torch cannot multiply together (rows that are no multiples of 16 bytes, a GPU older than
-  Ampere) megatron-core computes one expert after another.
+- What torch cannot multiply together (rows that are no multiples of 16 bytes; on a GPU, all but
+  bfloat16 and any that is older than Ampere) megatron-core computes one expert after another.
 """
 
 from __future__ import annotations
@@ -95,7 +95,10 @@ class GroupedExperts(SequentialMLP):
         """Whether torch can multiply these all at once."""
         if any(getattr(self.config, name, None) for name in ANOTHER_WAY):
             return False
-        if hidden.is_cuda and torch.cuda.get_device_capability(hidden.device) < AMPERE:
+        if hidden.is_cuda and (
+            hidden.dtype != torch.bfloat16
+            or torch.cuda.get_device_capability(hidden.device) < AMPERE
+        ):
             return False
         return all(w.shape[1] * w.element_size() % ALIGNMENT == 0 for w in weights)
 

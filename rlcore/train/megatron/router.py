@@ -1,4 +1,4 @@
-"""Routers of a mixture of experts: megatron-core's, that know the tokens which they are given.
+"""Routers of a mixture of experts: megatron-core's, told which tokens they are given.
 
 From that it tells padding from tokens, counts those of each expert, and chooses the experts that
 are to be replayed.
@@ -198,10 +198,11 @@ class Routers:
             router.again.clear()
         if self._here and self._balances:
             counted = [one for one in tokens if one.counted]
-            step = torch.tensor(sum(one.whole for one in counted), device=self._device)
-            dist.all_reduce(step, group=parallel_state.get_data_parallel_group())
+            found = torch.tensor(sum(one.whole for one in counted), device=self._device)
+            dist.all_reduce(found, group=parallel_state.get_data_parallel_group())
+            step = int(found)
             for one in counted:
-                one.shares = (one.whole / int(step), one.real / int(step))
+                one.shares = (one.whole / step, one.real / step)
 
     def take(self, tokens: Tokens | None) -> None:
         """What passes through next."""
@@ -257,9 +258,11 @@ class Routers:
         """After an optimizer step: have biases move against the use of experts in it, where the
         settings say so (arXiv 2408.15664); all ranks call it.
         """
+        if not self._rate:
+            return
+        self.moved = True
         biased = [router for router in self._here.values() if router.expert_bias is not None]
-        self.moved = self.moved or self._rate > 0
-        if not self._rate or not biased:
+        if not biased:
             return
         loads = torch.zeros(len(biased), self._arch.num_experts, device=self._device)
         for row, router in zip(loads, biased, strict=True):
@@ -284,11 +287,11 @@ class Routers:
         sparse = [k for k in range(self._arch.num_hidden_layers) if self._arch.is_sparse(k)]
         if not sparse:
             return {}
-        counts = torch.zeros(len(sparse), self._arch.num_experts, dtype=torch.int64)
+        sizes = len(sparse), self._arch.num_experts
+        counts = torch.zeros(sizes, dtype=torch.int64, device=self._device)
         for row, layer in enumerate(sparse):
             if layer in self._here and (load := self._here[layer].load) is not None:
                 counts[row] = load
-        counts = counts.to(self._device)
         dist.all_reduce(counts)
         return load_figures(counts)
 
