@@ -3,7 +3,8 @@
 Invariants:
 - Every tensor of the source is written, or listed as left out; anything else is an error that names
   it, raised before the first byte is written.
-- A tensor is in memory alone, with what is fused with it, whatever the model's size.
+- A tensor is in memory alone, with what is fused with it, whatever the model's size; and the one
+  before it, while its digest is computed.
 - Numbers keep their type and bits, but where another type is asked for.
 """
 

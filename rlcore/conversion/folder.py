@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -58,16 +58,30 @@ class DigestedFile:
         self._file = path.open("wb")
         self._digest = hashlib.sha256()
         self._beside = ThreadPoolExecutor(1)
+        self._last: Future[None] | None = None
 
-    def write(self, data: bytes | memoryview) -> int:
-        """All of it."""
+    def write(self, data: bytes | memoryview, *, lasts: bool = False) -> int:
+        """All of it.
+
+        Args:
+            data: the bytes.
+            lasts: nobody changes them after this, so that their digest may be computed later.
+        """
+        self._wait()
         if len(data) < SMALL:
             self._digest.update(data)
             return self._file.write(data)
-        digested = self._beside.submit(self._digest.update, data)
+        self._last = self._beside.submit(self._digest.update, data)
         written = self._file.write(data)
-        digested.result()
+        if not lasts:
+            self._wait()
         return written
+
+    def _wait(self) -> None:
+        """Until all that was written is digested."""
+        if self._last is not None:
+            self._last.result()
+            self._last = None
 
     def flush(self) -> None:
         """As of any file."""
@@ -79,6 +93,7 @@ class DigestedFile:
 
     def close(self) -> str:
         """The SHA-256 of what was written."""
+        self._wait()
         self._beside.shutdown()
         self._file.close()
         return self._digest.hexdigest()

@@ -108,4 +108,4 @@ def _write_tensor(file: DigestedFile, entry: Entry, name: str, tensor: Tensor) -
     told = (entry.name, entry.shape, getattr(torch, TORCH_NAMES[entry.dtype]))
     if (name, tuple(tensor.shape), tensor.dtype) != told:
         raise AssertionError(f"{name} {tensor.shape} {tensor.dtype} came where {told} was due")
-    file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+    file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data, lasts=True)

@@ -15,6 +15,7 @@ import io
 import json
 import pickle
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -181,6 +182,19 @@ class _Window(io.RawIOBase):
         return count
 
 
+@contextmanager
+def _no_checksums() -> Iterator[None]:
+    """Without those that torch writes of a tensor, and never reads: the file has its digest."""
+    import torch
+
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
+
+
 def _alone(tensor: Tensor) -> Tensor:
     """A tensor whose storage holds nothing else: torch writes all of a storage."""
     whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
@@ -299,7 +313,8 @@ class TorchDistWriter:
         sizes = torch.Size([*(1 for _ in lead), *tensor.shape])
         known.chunks.append(dcp.ChunkStorageMetadata(offsets, sizes))
         name, start = self._open(), self._file.tell()
-        torch.save(_alone(tensor.reshape(sizes).contiguous()), self._file)
+        with _no_checksums():
+            torch.save(_alone(tensor.reshape(sizes).contiguous()), self._file)
         info = _StorageInfo(name, start, self._file.tell() - start)
         self._storage[dcp.MetadataIndex(key, offsets)] = info
         self._add_state(key, lead or (0,), dims or (1,))

@@ -55,7 +55,7 @@ apply_chat_template = true
 [data.multimodal_keys]
 image = "image"
 [reward]
-custom_rm_path = "{example}/reward.py:reward"
+custom_rm_path = "{reward}:reward"
 [rollout]
 rollout_batch_size = 6
 n_samples_per_prompt = 4
@@ -71,16 +71,24 @@ num_iterations = 2
 global_batch_size = 24
 lr = 1e-3
 """
+REWARD = """
+def reward(args, sample, **kwargs):
+    return sum(sample.tokens) % 7 / 7
+"""
 
 
 def write_config(folder: Path, kind: str, engine: str) -> Path:
     """A run of two iterations on the example's pictures."""
     (folder / "engine.toml").write_text(ENGINES[engine])
-    model = write_model(folder / "model", kind, wider=4)
+    (folder / "reward.py").write_text(REWARD)
     path = folder / "run.toml"
     path.write_text(
         SETTINGS.format(
-            engine=folder / "engine.toml", model=model, example=EXAMPLE, gap=LARGEST_GAP
+            engine=folder / "engine.toml",
+            model=write_model(folder / "model", kind, wider=4),
+            example=EXAMPLE,
+            reward=folder / "reward.py",
+            gap=LARGEST_GAP,
         )
     )
     return path

@@ -1,6 +1,7 @@
 """The trainer's faster ways on a GPU against the plain ones."""
 
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -79,17 +80,45 @@ def test_log_probs_of_a_large_vocabulary(with_entropy: bool) -> None:
             assert off < tolerance
 
 
+def batch_of(lengths: Sequence[int], max_tokens: int = 255) -> TrainBatch:
+    """A batch of random responses of these lengths, as many to a micro-batch as fit."""
+    draw = torch.Generator().manual_seed(1)
+    micros: list[list[TrainSequence]] = [[]]
+    for n in lengths:
+        if sum(len(s.tokens) for s in micros[-1]) + n + 4 > max_tokens:
+            micros.append([])
+        tokens = torch.randint(512, (n + 4,), generator=draw).numpy()
+        micros[-1].append(TrainSequence(tokens, n, advantages=(-1.0) ** n))
+    totals = Totals.of(lengths)
+    step = TrainStep(tuple(map(tuple, micros)), totals)
+    tokens = sum(n + 4 for n in lengths)
+    return TrainBatch(0, (step,), len(lengths), tokens, rollout_log_probs=False)
+
+
+def test_the_first_batch_compiles_nothing(tmp_path: Path) -> None:
+    folder = build("tiny", tmp_path / "model")
+    config = TrainConfig(precision="bfloat16", lr=1e-4, max_tokens_per_gpu=4096)
+    trainer = FsdpTrainer(config, AlgorithmConfig(), temperature=1.0, seed=0, device="cuda")
+    began = time.perf_counter()
+    trainer.load(folder, "0")
+    print("load", time.perf_counter() - began)
+
+    def graphs() -> int:
+        return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+    made, seconds = graphs(), []
+    assert made > 0
+    for number, lengths in enumerate((LENGTHS, (200,) * 40, (90,), range(1, 99))):
+        batch, began = batch_of(lengths, 4096), time.perf_counter()
+        trainer.train(str(number), str(number + 1), batch)
+        seconds.append(time.perf_counter() - began)
+        print("batch", number, len(batch.steps[0].micro_batches), "micro-batches", seconds[-1])
+        assert graphs() == made, f"batch {number} had code made anew"
+
+
 def test_a_step_is_that_of_a_cpu(tmp_path: Path) -> None:
     folder = build("tiny", tmp_path / "model")
-    draw = torch.Generator().manual_seed(1)
-    sequences = tuple(
-        TrainSequence(
-            torch.randint(512, (n + 4,), generator=draw).numpy(), n, advantages=(-1.0) ** n
-        )
-        for n in LENGTHS
-    )
-    totals = Totals.of(s.trainable_tokens for s in sequences)
-    batch = TrainBatch(0, (TrainStep((sequences,), totals),), 5, 255, rollout_log_probs=False)
+    batch = batch_of(LENGTHS)
     reports = {}
     for precision in ("float32", "bfloat16"):
         for device, compiled in (("cpu", False), ("cuda", False), ("cuda", True)):

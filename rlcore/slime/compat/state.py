@@ -82,7 +82,7 @@ def attribute(name: str) -> Any:
         AttributeError: naming why it is not there, and the nearest setting.
     """
     known = _args or {}
-    if name in known:
+    if name in known and name not in ENGINES_ONLY:
         return known[name]
     if name in ENGINES_ONLY:
         if _serving is None:

@@ -56,6 +56,15 @@ def test_sync(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_sync_ranks(tmp_path: Path) -> None:
+    result = tiny("sync_ranks", tmp_path, "--repeats", "1", "--layouts", "megatron tp2")
+    found = result["layouts"]["megatron tp2"]
+    assert set(found) == {"tensor", "disk", "distributed"}
+    assert all(one["canary_abs_diff"]["max"] < 1e-3 for one in found.values())
+
+
+@pytest.mark.slow
 def test_race(tmp_path: Path) -> None:
     result = tiny("race", tmp_path, "--iterations", "2", "--no-peer")
     assert result["errors"] == {}
