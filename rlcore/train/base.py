@@ -95,8 +95,8 @@ class BaseTrainer(ABC, Generic[PolicyT, OptimizerT]):
         """How many tokens it knows."""
 
     @abstractmethod
-    def _tensors_of(self, model: PolicyT) -> Iterator[Tensor]:
-        """This rank's weights of a model: of models alike, in the same order."""
+    def _make_like_policy(self, reference: PolicyT) -> None:
+        """Give a model all that the policy has now."""
 
     @abstractmethod
     def _read_state(self, folder: Path) -> StateDigest:
@@ -251,11 +251,8 @@ class BaseTrainer(ABC, Generic[PolicyT, OptimizerT]):
         interval, reference = self._algorithm.ref_update_interval, self._following
         if interval is None or reference is None or (iteration + 1) % interval:
             return
-        policy, _ = self._held()
         self._reference_moved = True
-        pairs = zip(self._tensors_of(reference), self._tensors_of(policy), strict=True)
-        for old, new in pairs:
-            old.copy_(new)
+        self._make_like_policy(reference)
 
     # --- training ---------------------------------------------------------------------------------
 

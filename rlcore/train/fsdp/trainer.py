@@ -169,8 +169,10 @@ class FsdpTrainer(BaseTrainer[Policy, ShardedAdamW]):
     def _vocabulary(self, model: Policy) -> int:
         return int(model.lm.get_input_embeddings().weight.shape[0])
 
-    def _tensors_of(self, model: Policy) -> Iterator[Tensor]:
-        return (state.held(p.detach()) for p in model.parameters())
+    def _make_like_policy(self, reference: Policy) -> None:
+        policy, _ = self._held()
+        for (_, old), (_, new) in zip(reference.weights(), policy.weights(), strict=True):
+            state.held(old.detach()).copy_(state.held(new.detach()))
 
     def _build_critic(self, folder: Path) -> TrainedCritic:
         critic = load_critic(

@@ -81,8 +81,7 @@ class _Kept:
 
 def _kept(part: Part, kind: Kind) -> _Kept:
     """Masters, with biases of routers that were moved, or moments."""
-    biases = kind == "model" and part.biases
-    held = [one for one in part.held if not one.repeated and (biases or one.parameter is not None)]
+    held = _stored(part.held, biases=kind == "model" and part.biases)
 
     def share(one: Held) -> Tensor:
         trained = one.parameter is not None
@@ -91,9 +90,13 @@ def _kept(part: Part, kind: Kind) -> _Kept:
     return _Kept(f"{part.prefix}{kind}.", held, share, part.name)
 
 
-def _reference(held: Iterable[Held], share: Callable[[Held], Tensor]) -> _Kept:
-    trained = [one for one in held if one.parameter is not None and not one.repeated]
-    return _Kept(REFERENCE, trained, share)
+def _reference(policy: Part, held: Iterable[Held], share: Callable[[Held], Tensor]) -> _Kept:
+    """Of a model that was the policy: biases of routers are there if the policy's are."""
+    return _Kept(REFERENCE, _stored(held, biases=policy.biases), share)
+
+
+def _stored(held: Iterable[Held], *, biases: bool) -> list[Held]:
+    return [one for one in held if not one.repeated and (biases or one.parameter is not None)]
 
 
 def _as_stored(held: Held) -> Tensor:
@@ -108,14 +111,14 @@ def save(
 
     Args:
         folder: where to.
-        parts: all that is trained.
+        parts: all that is trained, the policy first.
         reference: of a reference that follows the policy; else nothing.
         writer: kept for as long as models and optimizers are.
     """
     small = dict(_small(parts)) if dist.get_rank() == 0 else {}
     chunks = [Chunk.whole(name, tensor) for name, tensor in small.items()]
     every = [_kept(part, kind) for part in parts for kind in KINDS]
-    every.append(_reference(reference, _as_stored))
+    every.append(_reference(parts[0], reference, _as_stored))
     for kept in every:
         for number, held in enumerate(kept.held):
             if _is_own(number, held):
@@ -209,9 +212,10 @@ def _load_reference(
         return own
 
     for held in policy.held:
-        if held.repeated:
+        if held.repeated or (held.parameter is None and not policy.biases):
+            # Taken too, and no part of the digest.
             share(held)
-    return _lines(_reference(policy.held, share), REFERENCE)
+    return _lines(_reference(policy, policy.held, share), REFERENCE)
 
 
 def _read(folder: Path, tensors: dict[str, Tensor]) -> None:
@@ -223,7 +227,7 @@ def _read(folder: Path, tensors: dict[str, Tensor]) -> None:
 
 def digest(parts: Sequence[Part], reference: Sequence[Held]) -> StateDigest:
     """Digests of what is held; the same on every rank."""
-    return _digest(parts, _lines(_reference(reference, _as_stored), REFERENCE))
+    return _digest(parts, _lines(_reference(parts[0], reference, _as_stored), REFERENCE))
 
 
 def _digest(parts: Sequence[Part], more: Iterable[str]) -> StateDigest:

@@ -203,8 +203,11 @@ class MegatronTrainer(BaseTrainer[PolicyNetwork, DistributedAdamW]):
     def _vocabulary(self, model: PolicyNetwork) -> int:
         return model.arch.vocab_size
 
-    def _tensors_of(self, model: PolicyNetwork) -> Iterator[Tensor]:
-        return (p.detach() for p in _weights_of(model))
+    def _make_like_policy(self, reference: PolicyNetwork) -> None:
+        self._held()[1].settle()
+        own = held_by(reference.chunks, reference.arch)
+        for old, new in zip(own, self._held_tensors, strict=True):
+            old.tensor.copy_(new.tensor)
 
     # --- training ---------------------------------------------------------------------------------
 

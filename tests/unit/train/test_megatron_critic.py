@@ -217,6 +217,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory, models: Path, batches: Any) -
         }
         for layout, table in LAYOUTS.items()
     ]
+    cases[0]["save"] = folder / "of-copies"
     cases[2]["save"] = folder / "saved"
     cases.append(cases[3] | {"name": "on", "restore": folder / "saved", "save": folder / "of-two"})
     run_ranks(folder, 2, cases)
@@ -239,6 +240,7 @@ def test_a_state_is_read_at_another_layout_and_by_fsdp(pair: Path, make: Make) -
     assert [one["restored"] for one in results(pair, "on", 2)] == [saved, saved]
     assert make(FsdpTrainer, FOLLOWS).load_state(pair / "saved", "a") == saved
     alone = make(algorithm=FOLLOWS)
-    assert alone.load_state(pair / "of-two", "a") == results(pair, "on", 2)[0]["saved"]
-    weights = ([*m.chunks[0].parameters()] for m in (alone._reference, alone._policy))
-    assert all(torch.equal(one, other) for one, other in zip(*weights, strict=True))
+    for folder, case in (("of-two", "on"), ("of-copies", "dp2")):
+        assert alone.load_state(pair / folder, "a") == results(pair, case, 2)[0]["saved"]
+        weights = ([*m.chunks[0].parameters()] for m in (alone._reference, alone._policy))
+        assert all(torch.equal(one, other) for one, other in zip(*weights, strict=True)), case

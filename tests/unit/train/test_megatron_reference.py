@@ -21,28 +21,39 @@ FIXED = AlgorithmConfig(use_kl_loss=True, kl_loss_coef=0.2)
 FOLLOWS = FIXED.model_copy(update={"ref_update_interval": 2})
 
 
+BIASED = "glm4_moe"
+"""A family with biases of routers."""
+
+
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    tiny_families.build("qwen3", folder)
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("families")
+    for family in ("qwen3", BIASED):
+        tiny_families.build(family, folder / family)
     return folder
 
 
 @pytest.fixture
-def make(process_group: None, model: Path) -> Make:
+def make(process_group: None, models: Path) -> Make:
     """A loaded trainer; settings of `train.*` by keyword."""
 
     def trainer(
-        algorithm: AlgorithmConfig = FOLLOWS, kind: Any = MegatronTrainer, **settings: Any
+        algorithm: AlgorithmConfig = FOLLOWS,
+        kind: Any = MegatronTrainer,
+        family: str = "qwen3",
+        megatron: dict[str, Any] | None = None,
+        **settings: Any,
     ) -> Any:
+        table = {} if megatron is None else {"megatron": megatron}
         made = kind(
             TrainConfig(lr=1e-2, num_iterations=9, **settings),
             algorithm,
             temperature=1.0,
             seed=0,
             device="cpu",
+            **table,
         )
-        made.load(model, "start")
+        made.load(models / family, "start")
         return made
 
     return trainer
@@ -84,6 +95,28 @@ def test_the_policy_becomes_the_reference_and_a_resumed_trainer_has_the_same(
     # The start is the start again.
     resumed.load(resumed._folder, "start")
     assert equal(weights(resumed._reference), start)
+
+
+def test_the_reference_follows_biases_of_routers_too(toy: Any, make: Make, tmp_path: Path) -> None:
+    def biases(network: Any) -> list[Any]:
+        named = network.chunks[0].named_buffers()
+        return [tensor.clone() for name, tensor in named if name.endswith("expert_bias")]
+
+    moving = {"family": BIASED, "megatron": {"moe_router_bias_update_rate": 0.01}}
+    straight = make(**moving)
+    start = biases(straight._reference)
+    train(toy, straight, range(2))
+    assert equal(biases(straight._reference), biases(straight._policy))
+    assert start and not equal(biases(straight._reference), start)
+    train(toy, straight, range(2, 3))
+    assert not equal(biases(straight._reference), biases(straight._policy))
+    straight.save_state(tmp_path / "state")
+    resumed = make(**moving)
+    assert resumed.load_state(tmp_path / "state", "s2") == straight.digest()
+    assert equal(biases(resumed._reference), biases(straight._reference))
+    for one in (straight, resumed):
+        train(toy, one, range(3, 5))
+    assert resumed.digest() == straight.digest()
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
