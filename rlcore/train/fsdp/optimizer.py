@@ -1,7 +1,7 @@
 """AdamW over the local shards of FSDP2 parameters, and the gradient norm.
 
-AdamW (arXiv 1711.05101, algorithm 2) works on each element alone, so it runs on plain local
-tensors, fused; torch does the arithmetic. The norm is that of the whole gradient over all ranks.
+AdamW works on each element alone, so it runs on plain local tensors. The norm is that of the whole
+gradient over all ranks.
 
 Invariants:
 - Moments exist from the start, so that a fresh state saves and loads like any other.
@@ -24,8 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from rlcore.config.tree import TrainConfig
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
+from rlcore.train.adamw import MOMENTS, make_adamw
 
 
 class ShardedAdamW:
@@ -45,17 +44,7 @@ class ShardedAdamW:
             self._local = {name: held.to("cpu", copy=True) for name, held in self._held.items()}
         decayed = [self._local[n] for n, p in self._parameters.items() if p.ndim > 1]
         others = [self._local[n] for n, p in self._parameters.items() if p.ndim <= 1]
-        groups = [
-            {"params": decayed, "weight_decay": config.weight_decay},
-            {"params": others, "weight_decay": 0.0},
-        ]
-        self._adamw = torch.optim.AdamW(
-            [group for group in groups if group["params"]],
-            lr=config.lr,
-            betas=(config.adam_beta1, config.adam_beta2),
-            eps=config.adam_eps,
-            fused=True,
-        )
+        self._adamw = make_adamw(decayed, others, config)
         self.reset()
 
     def reset(self) -> None:

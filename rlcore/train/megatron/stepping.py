@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from rlcore.config.tree import TrainConfig
+from rlcore.train.adamw import MOMENTS, make_adamw
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
 RUN = 1 << 24
 """Elements that are stepped at once in the host's memory, at most one weight more."""
 
@@ -45,20 +45,8 @@ class Run:
 
     def __init__(self, pieces: Sequence[Stepped], train: TrainConfig) -> None:
         self.pieces = pieces
-        groups = [
-            {
-                "params": [p.master for p in pieces if p.decays == decays],
-                "weight_decay": train.weight_decay if decays else 0.0,
-            }
-            for decays in (True, False)
-        ]
-        self._adamw = torch.optim.AdamW(
-            [group for group in groups if group["params"]],
-            lr=train.lr,
-            betas=(train.adam_beta1, train.adam_beta2),
-            eps=train.adam_eps,
-            fused=True,
-        )
+        decayed = [piece.master for piece in pieces if piece.decays]
+        self._adamw = make_adamw(decayed, [p.master for p in pieces if not p.decays], train)
         for piece in pieces:
             moments = {name: torch.zeros_like(piece.master) for name in MOMENTS}
             self._adamw.state[piece.master] = moments
