@@ -26,6 +26,8 @@ from rlcore.errors import (
 from rlcore.images.files import KIND as IMAGE
 from rlcore.images.processor import takes_images
 from rlcore.images.text_alone import check_text_alone
+from rlcore.models.hf_config import read_hf_config
+from rlcore.models.megatron_layout import MegatronLayout, check_layout
 from rlcore.models.presets import check_preset
 from rlcore.observe.trackers import check_trackers
 from rlcore.opening import check_same, open_store
@@ -41,6 +43,7 @@ from rlcore.slime.compat.attributes import slime_args_of
 from rlcore.sources import check_sources, sources_of
 from rlcore.store.lease import held_by, is_doubtful, is_held, read_lease
 from rlcore.stored_runs import check_source
+from rlcore.train.megatron.table import check_table
 from rlcore.weights.fp8 import BlockFp8
 
 
@@ -55,6 +58,7 @@ def preflight(config: RunConfig) -> None:
     check_engine(config)
     check_trackers(config)
     check_model(config.model)
+    check_megatron(config)
     if config.rollout.hf_checkpoint is not None:
         BlockFp8.of_folder(Path(config.rollout.hf_checkpoint))
     check_images(config)
@@ -164,6 +168,23 @@ def check_model(model: ModelConfig) -> None:
         )
     if model.preset:
         check_preset(model.preset, folder)
+
+
+def check_megatron(config: RunConfig) -> None:
+    """Settings of the Megatron backend are ones that it takes, and the ranks can be laid out."""
+    if config.train.backend != "megatron" or not config.trains:
+        return
+    check_table(config.megatron)
+    if config.model.lora_rank:
+        raise ConfigError(
+            "model.lora_rank is not there with train.backend = 'megatron'; use 'fsdp', or leave it "
+            "out"
+        )
+    folder = Path(config.model.path) if config.model.path else None
+    uneven = any("_pipeline_stage" in name for name in config.megatron)
+    if folder is not None and not uneven:
+        layout = MegatronLayout.of(config.megatron)
+        check_layout(read_hf_config(folder), layout, config.world_size)
 
 
 def check_images(config: RunConfig) -> None:

@@ -81,6 +81,8 @@ def convert(
             f"{source} is neither a Hugging Face folder (it has no config.json) nor a torch_dist "
             "checkpoint of Megatron"
         )
+    elif "/" in source:
+        raise ConfigError(f"{source} does not exist")
     else:
         _refuse("a run", model=model)
         if to is None:

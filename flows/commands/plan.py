@@ -18,6 +18,7 @@ from rlcore.models.megatron_plan import plan_megatron
 from rlcore.models.plan import GPUS, Gpu, Plan, Work
 from rlcore.models.plan import plan as count
 from rlcore.models.presets import read_preset
+from rlcore.train.megatron.table import check_table, installed
 
 ENGINE_SHARE = 0.85
 """Of a GPU's memory, that SGLang takes where sglang.mem_fraction_static does not say."""
@@ -74,6 +75,8 @@ def _layout(config: RunConfig, megatron: Mapping[str, object]) -> MegatronLayout
     given = {name: value for name, value in megatron.items() if value is not None}
     if config.train.backend != "megatron":
         return MegatronLayout.of(given) if given else None
+    if installed() is not None:
+        check_table(config.megatron)
     whole = {"recompute_granularity": "full"} if config.train.gradient_checkpointing else {}
     return MegatronLayout.of(whole | config.megatron | given)
 

@@ -100,7 +100,7 @@ def connect(address: str) -> bool:
         except Exception as error:
             # Ray gives its own processes 30 seconds, which no setting changes, and raises a bare
             # Exception after it: a busy machine needs longer. What it began ends with this process.
-            if type(error) is not Exception:
+            if type(error) not in (Exception, ray.exceptions.RaySystemError):
                 raise
             if attempt + 1 == STARTS:
                 raise ClusterError(

@@ -17,10 +17,12 @@ from rlcore.slime.convert import BUILT_IN_FILTERS, LOSSES
 from rlcore.slime.megatron import (
     BALANCING,
     BALANCING_TYPE,
+    BALANCING_TYPES,
     CONTEXT,
     LAID_OUT,
     OPTIONS,
     RUN_LENGTH,
+    SEQUENCE,
     setting,
 )
 from rlcore.slime.rules import Argument, Held, Refused, Setting
@@ -333,10 +335,13 @@ def _backend(given: dict[str, Any], done: Translation) -> None:
     if asked is None:
         why = "FSDP2 trains, from the same model, unless it is asked for by name"
         done.notes.append(("--train-backend megatron", why))
+    tensor = given.get("tensor-model-parallel-size", 1)
     for name in LAID_OUT:
         if name not in given:
             continue
-        if asked == "megatron":
+        if asked == "megatron" and name == SEQUENCE and tensor == 1:
+            done.notes.append((f"--{name}", "there are no tensor-parallel ranks to share tokens"))
+        elif asked == "megatron":
             _set(done, setting(name), given[name])
         elif name == CONTEXT:
             _set(done, "train.context_parallel_size", given[name])
@@ -371,6 +376,8 @@ def _balancing(given: dict[str, Any], done: Translation, *, megatron: bool) -> N
         _set(done, setting(name), given[name])
     if given.get("moe-aux-loss-coeff"):
         kind = given.get(BALANCING_TYPE, "aux_loss")
+        if kind not in BALANCING_TYPES:
+            raise ConfigError(f"--{BALANCING_TYPE} {kind}: there are {', '.join(BALANCING_TYPES)}")
         _set(done, setting(BALANCING_TYPE), kind)
 
 

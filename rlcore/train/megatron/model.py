@@ -106,6 +106,7 @@ def build_model(
     """
     fused = torch.cuda.is_available() and HAS_ENGINE
     settings = dict(more or {})
+    _check_balancing(arch, settings)
     together = bool(settings.pop("moe_grouped_gemm", False))
     config = transformer_config(arch, layout, dtype, settings)
     spec = get_gpt_decoder_block_spec(
@@ -117,7 +118,7 @@ def build_model(
     if arch.model_type == "glm4":
         _sandwich(spec)
     scaling = arch.rope_scaling if not arch.is_latent else None
-    model = GPTModel(
+    model = _made(
         config,
         spec,
         vocab_size=layout.padded(arch.vocab_size),
@@ -140,6 +141,19 @@ def build_model(
     model = model.to(getattr(torch, dtype))
     lay_together(model)
     return model
+
+
+def _made(*args: Any, **kwargs: Any) -> GPTModel:
+    """megatron-core's model, or its reasons for not making one in words of the table."""
+    try:
+        return GPTModel(*args, **kwargs)
+    except torch.OutOfMemoryError:
+        raise
+    except (AssertionError, AttributeError, ImportError, RuntimeError, ValueError) as error:
+        why = str(error) or type(error).__name__
+        raise ConfigError(
+            f"megatron-core makes no model of these settings of megatron.*: {why}"
+        ) from error
 
 
 def transformer_config(
@@ -184,7 +198,6 @@ def transformer_config(
         "use_cpu_initialization": not torch.cuda.is_available(),
         "perform_initialization": False,
     }
-    _check_balancing(arch, more)
     kind = MLATransformerConfig if arch.is_latent else TransformerConfig
     values |= _latent(arch) if arch.is_latent else {"kv_channels": arch.head_dim}
     if arch.num_experts:
@@ -218,7 +231,9 @@ def _check(arch: Architecture) -> None:
 
 
 def _check_balancing(arch: Architecture, more: Mapping[str, Any]) -> None:
-    """Whether what is to even out the use of experts can."""
+    """Whether what is said of experts, and what is to even out their use, can be."""
+    if not arch.num_experts and (said := [name for name in more if name.startswith("moe_")]):
+        raise ConfigError(f"megatron.{said[0]}: the model has no experts; leave it out")
     kind, coefficient = "moe_router_load_balancing_type", more.get("moe_aux_loss_coeff", 0.0)
     if (chosen := more.get(kind, "none")) not in BALANCING:
         raise ConfigError(f"megatron.{kind} = {chosen!r} must be one of {', '.join(BALANCING)}")
@@ -226,6 +241,10 @@ def _check_balancing(arch: Architecture, more: Mapping[str, Any]) -> None:
         raise ConfigError(
             f"megatron.moe_aux_loss_coeff = {coefficient} has no effect without megatron.{kind}; "
             "set that to 'aux_loss'"
+        )
+    if kind in more and chosen != "none" and not coefficient:
+        raise ConfigError(
+            f"megatron.{kind} = {chosen!r} has no effect without megatron.moe_aux_loss_coeff"
         )
     if more.get("moe_router_bias_update_rate") and not arch.use_routing_bias:
         raise ConfigError(

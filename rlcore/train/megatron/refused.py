@@ -6,15 +6,16 @@ They are fields of its `TransformerConfig`, `DistributedDataParallelConfig` and 
 
 from __future__ import annotations
 
-from dataclasses import fields
-
-from megatron.core.distributed import DistributedDataParallelConfig
-from megatron.core.optimizer import OptimizerConfig
-
 NO_DROPOUT = "the policy that is trained is the one that sampled"
 NORM = "train.* checks the norm of each step's gradient over all ranks"
 EIGHT_BITS = "weights that compute are of train.precision"
 SHARDED = "weights are whole within a layout; train.backend = 'fsdp' divides them"
+ACTIVATIONS = "train.gradient_checkpointing saves the memory of activations"
+GENERATION = "engines generate"
+GRAPHS = "micro-batches are of any length"
+LAYERS = "layers are megatron-core's own"
+LOGITS = "logits of attention are never held"
+SAME_EXPERTS = "tokens must go through the experts that the policy chose"
 ADAM = "the optimizer is AdamW with float32 masters and moments"
 
 INSTEAD = {
@@ -64,6 +65,32 @@ NO_MEANING = {
     "forward pass",
     "apply_wd_to_qk_layernorm": "no weight decay is for vectors",
     "log_num_zeros_in_grad": "it is no metric",
+    "log_max_attention_logit": LOGITS,
+    "moe_expert_capacity_factor": SAME_EXPERTS,
+    "moe_pad_expert_input_to_capacity": SAME_EXPERTS,
+    "moe_token_dropping": SAME_EXPERTS,
+    "moe_token_drop_policy": SAME_EXPERTS,
+    "moe_input_jitter_eps": SAME_EXPERTS,
+    "moe_router_force_load_balancing": SAME_EXPERTS,
+    "moe_router_force_biased": SAME_EXPERTS,
+    "moe_enable_routing_replay": "train.use_routing_replay and rollout.use_rollout_routing_replay "
+    "say it",
+    "moe_router_padding_for_fp8": EIGHT_BITS,
+    "moe_router_padding_for_quantization": EIGHT_BITS,
+    "moe_per_layer_logging": "metrics are train/moe/*",
+    "enable_cuda_graph": GRAPHS,
+    "external_cuda_graph": GRAPHS,
+    "fine_grained_activation_offloading": ACTIVATIONS,
+    "min_offloaded_tensor_size": ACTIVATIONS,
+    "flash_decode": GENERATION,
+    "mlp_chunks_for_prefill": GENERATION,
+    "cache_mla_latents": GENERATION,
+    "init_method_std": "weights are those of the model's folder",
+    "embedding_init_method_std": "weights are those of the model's folder",
+    "perform_initialization": "weights are those of the model's folder",
+    "transformer_impl": "Transformer Engine is used where it is installed",
+    "deterministic_mode": "train.deterministic says it",
+    "enable_autocast": "train.precision says it",
 }
 """Why it has none."""
 OF_SHARDED = (
@@ -113,9 +140,53 @@ FROM_THE_MODEL = frozenset(
         "rotary_base",
         "rope_type",
         "rotary_scaling_factor",
+        "rotary_percent",
+        "original_max_position_embeddings",
+        "beta_fast",
+        "beta_slow",
+        "mscale",
+        "mscale_all_dim",
+        "mrope_section",
+        "no_rope_freq",
+        "softmax_scale",
+        "softmax_type",
+        "window_size",
+        "window_attn_skip_freq",
+        "activation_func_clamp_value",
+        "glu_linear_offset",
+        "layernorm_zero_centered_gamma",
+        "apply_residual_connection_post_layernorm",
+        "fp32_residual_connection",
+        "attention_output_gate",
+        "qk_l2_norm",
+        "moe_shared_expert_gate",
+        "moe_latent_size",
+        "moe_router_dtype",
+        "moe_router_topk_limited_devices",
+        "moe_apply_probs_on_input",
+        "experimental_attention_variant",
+        "heterogeneous_block_specs",
+        "is_hybrid_model",
     }
 )
 """Fields that the model's architecture decides."""
+
+
+OF_OTHER_MODELS = ("dsa_", "linear_", "mamba_", "mtp_")
+"""What names of layers begin with that no model here has."""
+BEGINNINGS = {
+    "fp8": EIGHT_BITS,
+    "fp4": EIGHT_BITS,
+    "cuda_graph_": GRAPHS,
+    "cpu_offloading": ACTIVATIONS,
+    "offload_": ACTIVATIONS,
+    "inference_": GENERATION,
+    "use_inference": GENERATION,
+    "qk_clip": LOGITS,
+    "use_kitchen": LAYERS,
+    "kitchen_": LAYERS,
+}
+"""Why names that begin like this have no meaning."""
 
 
 def reason(name: str, taken: frozenset[str]) -> str | None:
@@ -129,15 +200,15 @@ def reason(name: str, taken: frozenset[str]) -> str | None:
         return "follows from the model; leave it out"
     if name in INSTEAD:
         return f"follows from {INSTEAD[name]}; set that"
+    if name.startswith(OF_OTHER_MODELS):
+        return "is of layers that no model here has; leave it out"
+    for beginning, why in BEGINNINGS.items():
+        if name.startswith(beginning):
+            return f"has no meaning here: {why}; leave it out"
     if name in NO_MEANING:
         return f"has no meaning here: {NO_MEANING[name]}; leave it out"
     if name in taken:
         return None
     if name in OF_SHARDED or "fsdp_" in name:
         return f"has no meaning here: {SHARDED}"
-    others = {
-        f.name for kind in (DistributedDataParallelConfig, OptimizerConfig) for f in fields(kind)
-    }
-    if name in others:
-        return f"has no meaning here: {ADAM}; leave it out"
     return None

@@ -227,6 +227,11 @@ def test_what_evens_out_experts_is_megatron_s() -> None:
         "moe_aux_loss_coeff": 0.001,
         "moe_router_load_balancing_type": "aux_loss",
     }
+    other = "--moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 1"
+    with pytest.raises(ConfigError, match="sinkhorn: there are none, aux_loss, seq_aux_loss"):
+        config_of(f"{SHORTEST} --train-backend megatron {other}")
+    alone = f"{SHORTEST} --train-backend megatron --sequence-parallel"
+    assert config_of(alone).megatron == {}
     none = "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0"
     assert config_of(f"{SHORTEST} --train-backend megatron {none}").megatron == {}
     with pytest.raises(ConfigError, match=r"--moe-aux-loss-coeff 0\.001: only 0 is possible"):
