@@ -8,17 +8,22 @@ from rlcore.algorithms.plan import plan
 from rlcore.train.trainer import TrainBatch, TrainStep
 
 VOCAB = 45
+PADDING = 0
+"""Of the tests' models."""
 
 
-def random_sequences(count: int, seed: int = 0) -> list[TrainSequence]:
-    """Samples of mixed lengths, some with a masked stretch."""
+def random_sequences(count: int, seed: int = 0, *, padding: bool = False) -> list[TrainSequence]:
+    """Samples of mixed lengths, some with a masked stretch, with `padding` some of its id."""
     draw = random.Random(seed)
     sequences = []
     for k in range(count):
         prompt, response = draw.randint(1, 6), draw.randint(1, 12)
+        tokens = [draw.randrange(2, VOCAB) for _ in range(prompt + response)]
+        if padding and k % 4 == 1:
+            tokens[0] = PADDING
         sequences.append(
             TrainSequence(
-                tokens=[draw.randrange(2, VOCAB) for _ in range(prompt + response)],
+                tokens=tokens,
                 response_length=response,
                 loss_mask=[int(draw.random() < 0.7) for _ in range(response)]
                 if k % 3 == 0

@@ -45,17 +45,18 @@ class CriticNetwork(Network):
         arch: Architecture,
         layout: Layout,
         shape: ModelShape,
+        padding_id: int | None,
         head: nn.Linear,
     ) -> None:
         """
         Args:
             chunks: this rank's runs of layers, built with an output layer of their own.
-            arch, layout, shape: the model's.
+            arch, layout, shape, padding_id: the model's.
             head: takes the place of the output layer, on the stage that has it.
         """
         # With tied embeddings, no tensor is the output layer's.
         super().__init__(
-            chunks, arch.model_copy(update={"tie_word_embeddings": True}), layout, shape
+            chunks, arch.model_copy(update={"tie_word_embeddings": True}), layout, shape, padding_id
         )
         self.head = None
         if (last := self.last) is not None:

@@ -89,8 +89,17 @@ class Network:
     """The runs of layers that this rank has of a model."""
 
     def __init__(
-        self, chunks: list[GPTModel], arch: Architecture, layout: Layout, shape: ModelShape
+        self,
+        chunks: list[GPTModel],
+        arch: Architecture,
+        layout: Layout,
+        shape: ModelShape,
+        padding_id: int | None = None,
     ) -> None:
+        """`padding_id`: a token whose embedding gets no gradient from where it is read, as in
+        transformers, which fill in with it.
+        """
+        self._padding_id = padding_id
         self.chunks = chunks
         self.arch = arch
         self.layout = layout
@@ -187,6 +196,8 @@ class Network:
         hidden = None
         if chunk.pre_process:
             hidden = chunk.embedding(input_ids=feed.input_ids, position_ids=feed.positions[None])
+            if self._padding_id is not None:
+                hidden = _with_still(hidden, feed.input_ids[0], self._padding_id)
         rotary = None
         if not self.arch.is_latent:
             rotary = angles(chunk.rotary_pos_emb, feed.positions, feed.longest)
@@ -325,3 +336,11 @@ class PolicyNetwork(Network):
                 logits, False, group=parallel_state.get_context_parallel_group()
             )
         return logits[: len(micro.packed.input_ids), : self.arch.vocab_size]
+
+
+def _with_still(hidden: Tensor, ids: Tensor, token: int) -> Tensor:
+    """Embeddings [T', 1, H] of this rank's share of tokens [T], without the gradient of one."""
+    share = ids.view(-1, len(hidden))
+    rank = parallel_state.get_tensor_model_parallel_rank() if len(share) > 1 else 0
+    still = (share[rank] == token)[:, None, None]
+    return torch.where(still, hidden.detach(), hidden)

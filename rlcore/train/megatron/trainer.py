@@ -169,12 +169,12 @@ class MegatronTrainer(BaseTrainer[PolicyNetwork, DistributedAdamW]):
         return [] if following is None else list(held_by(following.chunks, following.arch))
 
     def _build(self, folder: Path) -> PolicyNetwork:
-        arch, shape = _described(folder)
+        arch, shape, padding = _described(folder)
         chunks = self._build_chunks(arch)
         weights = Weights(arch, HfFolder(folder))
         for chunk in chunks:
             load_weights(chunk, arch, weights.read)
-        return PolicyNetwork(chunks, arch, self._settings.layout, shape)
+        return PolicyNetwork(chunks, arch, self._settings.layout, shape, padding)
 
     def _build_chunks(self, arch: Architecture) -> list[GPTModel]:
         """This rank's runs of layers, with weights yet to be loaded."""
@@ -189,10 +189,11 @@ class MegatronTrainer(BaseTrainer[PolicyNetwork, DistributedAdamW]):
         return chunks
 
     def _build_critic(self, folder: Path) -> TrainedCritic:
-        arch, shape = _described(folder)
+        arch, shape, padding = _described(folder)
         chunks = self._build_chunks(arch.model_copy(update={"tie_word_embeddings": False}))
         head = value_head(arch.hidden_size, self._seed)
-        critic = CriticNetwork(chunks, arch, self._settings.layout, shape, deepcopy(head))
+        layout = self._settings.layout
+        critic = CriticNetwork(chunks, arch, layout, shape, padding, deepcopy(head))
         read = with_head(Weights(critic.arch, HfFolder(folder)).read, head)
         tensors = list(critic.held())
         for held in tensors:
@@ -325,13 +326,18 @@ class MegatronTrainer(BaseTrainer[PolicyNetwork, DistributedAdamW]):
         return {name: bytes_of_all(found, self._device) for name, found in tensors.items()}
 
 
-def _described(folder: Path) -> tuple[Architecture, ModelShape]:
-    """What a folder says of its model."""
+def _described(folder: Path) -> tuple[Architecture, ModelShape, int | None]:
+    """What a folder says of its model: also the token that is padding, if there is one."""
     if not (config := folder / "config.json").is_file():
         raise ConfigError(
             f"model.path: {folder} has no config.json; give a Hugging Face model folder"
         )
-    return read_hf_config(folder), ModelShape.of(SimpleNamespace(**json.loads(config.read_text())))
+    told, arch = json.loads(config.read_text()), read_hf_config(folder)
+    padding = told.get("pad_token_id")
+    if padding is not None and padding < 0:
+        # As torch's embedding counts.
+        padding += arch.vocab_size
+    return arch, ModelShape.of(SimpleNamespace(**told)), padding
 
 
 def _weights_of(network: Network | None) -> Iterator[Tensor]:

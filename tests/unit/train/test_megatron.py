@@ -56,7 +56,7 @@ def make(process_group: None, models: Path) -> Iterator[Make]:
 
 
 def batch_of(toy: Any, **cut: Any) -> Any:
-    return toy.shares(toy.random_sequences(8), 1, **cut)[0]
+    return toy.shares(toy.random_sequences(8, padding=True), 1, **cut)[0]
 
 
 @pytest.mark.parametrize("family", tiny_families.FAMILIES)

@@ -85,7 +85,7 @@ def make(process_group: None, models: Path) -> Make:
 
 
 def batch_of(toy: Any, **cut: Any) -> Any:
-    return toy.shares(toy.random_sequences(6), 1, **cut)[0]
+    return toy.shares(toy.random_sequences(6, padding=True), 1, **cut)[0]
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama", "deepseek_v3"])
@@ -199,7 +199,7 @@ def test_hooks_see_every_model_when_slime_calls_them(
 
 @pytest.fixture(scope="module")
 def batches(toy: Any) -> dict[int, Any]:
-    sequences = toy.random_sequences(10)
+    sequences = toy.random_sequences(10, padding=True)
     return {n: toy.shares(sequences, n, micro_batches=3) for n in (1, 2)}
 
 

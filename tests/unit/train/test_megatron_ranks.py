@@ -89,7 +89,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def batches(toy: Any) -> dict[int, Any]:
     """The same samples, cut for any number of ranks that have some of their own."""
-    sequences = toy.random_sequences(10)
+    sequences = toy.random_sequences(10, padding=True)
     return {n: toy.shares(sequences, n, micro_batches=3) for n in (1, 2, 4)}
 
 
