@@ -33,6 +33,7 @@ from flows.exit_codes import DONE
 from flows.operation.daemon import Daemon, end, send, wait_until_it_says
 from flows.operation.deploy import apply_automations, apply_deployments, apply_pool, check, shipped
 from flows.operation.server import empty_database, server_argv, server_env
+from rlcore.cluster.ray_session import STARTS
 from rlcore.errors import ClusterError, ConfigError
 from rlcore.net import free_port
 
@@ -178,9 +179,7 @@ def start(stack: Stack, names: list[str]) -> None:
         server = start_server(stack)
         out.print(f"starting Prefect's server at {stack.page}")
     if "ray" in names:
-        head = start_ray(stack)
-        out.print(f"starting a Ray head at {stack.ray_address}")
-        wait_until_it_says(head, "Ray runtime started", START_TIMEOUT_S, "the Ray head")
+        bring_up_ray(stack)
     if server is not None:
         wait_for_server(stack)
     deploy(stack)
@@ -214,6 +213,22 @@ def wait_for_server(stack: Stack) -> None:
                 return
         time.sleep(0.1)
     raise ClusterError(f"Prefect's server at {stack.api_url} did not start. {server.tail()}")
+
+
+def bring_up_ray(stack: Stack) -> None:
+    """Start a Ray head and wait until it is ready. Ray gives its own processes 30 seconds, which no
+    setting changes: on a busy machine it is begun again.
+    """
+    for attempt in range(STARTS):
+        head = start_ray(stack)
+        if attempt == 0:
+            out.print(f"starting a Ray head at {stack.ray_address}")
+        try:
+            wait_until_it_says(head, "Ray runtime started", START_TIMEOUT_S, "the Ray head")
+            return
+        except ClusterError:
+            if head.alive() or attempt + 1 == STARTS:
+                raise
 
 
 def start_ray(stack: Stack) -> Daemon:
