@@ -16,9 +16,12 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from benchmarks._common import RESULTS, finish, machine, spread
+
+if TYPE_CHECKING:
+    from rlcore.train.trainer import TrainStep
 
 PROMPT, VOCABULARY, MAX_TOKENS = 64, 150_000, 16384
 GOAL_S = 0.2
@@ -58,9 +61,6 @@ def answer(draw: random.Random, samples: int, tokens: int) -> bytes:
 
 def one(pieces: Pieces, content: bytes, prompts: int, samples: int, folder: Path) -> None:
     """The pieces in their order."""
-    import torch
-
-    from rlcore.algorithms.packing import pack
     from rlcore.config.tree import AlgorithmConfig, TrainConfig
     from rlcore.rollout.client import EngineClient, GenerateRequest, GenerateResult, no_collection
     from rlcore.rollout.generate import apply_result
@@ -71,7 +71,6 @@ def one(pieces: Pieces, content: bytes, prompts: int, samples: int, folder: Path
     from rlcore.store.batch import SamplesWriter
     from rlcore.store.objects import Objects
     from rlcore.train.batch import load_batch, read_rollout
-    from rlcore.train.credit import MicroBatch
     from rlcore.train.trainer import BatchFiles
 
     count = prompts * samples
@@ -131,14 +130,19 @@ def one(pieces: Pieces, content: bytes, prompts: int, samples: int, folder: Path
         ),
     )
 
-    def micro_batches() -> None:
-        for micro in batch.steps[0].micro_batches:
-            packed = pack(
-                micro, batch.steps[0].totals, "token_mean", log_probs=["rollout_log_probs"]
-            )
-            MicroBatch.of(packed.inputs(), torch.device("cpu"))
+    pieces.take("micro_batches", lambda: pack_all(batch.steps[0]))
 
-    pieces.take("micro_batches", micro_batches)
+
+def pack_all(step: "TrainStep") -> None:
+    """What a step's micro-batches are as tensors."""
+    import torch
+
+    from rlcore.algorithms.packing import pack
+    from rlcore.train.credit import MicroBatch
+
+    for micro in step.micro_batches:
+        packed = pack(micro, step.totals, "token_mean", log_probs=["rollout_log_probs"])
+        MicroBatch.of(packed.inputs(), torch.device("cpu"))
 
 
 def main() -> int:

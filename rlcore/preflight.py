@@ -43,7 +43,7 @@ from rlcore.slime.compat.attributes import slime_args_of
 from rlcore.sources import check_sources, sources_of
 from rlcore.store.lease import held_by, is_doubtful, is_held, read_lease
 from rlcore.stored_runs import check_source
-from rlcore.train.megatron.table import check_table
+from rlcore.train.megatron.table import NO_LORA, check_table
 from rlcore.weights.fp8 import BlockFp8
 
 
@@ -176,10 +176,7 @@ def check_megatron(config: RunConfig) -> None:
         return
     check_table(config.megatron)
     if config.model.lora_rank:
-        raise ConfigError(
-            "model.lora_rank is not there with train.backend = 'megatron'; use 'fsdp', or leave it "
-            "out"
-        )
+        raise ConfigError(NO_LORA)
     folder = Path(config.model.path) if config.model.path else None
     uneven = any("_pipeline_stage" in name for name in config.megatron)
     if folder is not None and not uneven:

@@ -45,7 +45,6 @@ LAID_OUT: dict[str, Takes] = {
 BALANCING = ("moe-aux-loss-coeff", "moe-z-loss-coeff", "moe-router-bias-update-rate")
 """Settings of `megatron` likewise; with FSDP2 they must be 0."""
 BALANCING_TYPE = "moe-router-load-balancing-type"
-BALANCING_TYPES = ("none", "aux_loss", "seq_aux_loss")
 SEQUENCE = "sequence-parallel"
 SHAPE = Held("read from the model's config.json, or of model.preset; what is said must agree")
 KERNEL = Held("kernels and precision of sums are the trainer's choice")

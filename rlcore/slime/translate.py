@@ -17,7 +17,6 @@ from rlcore.slime.convert import BUILT_IN_FILTERS, LOSSES
 from rlcore.slime.megatron import (
     BALANCING,
     BALANCING_TYPE,
-    BALANCING_TYPES,
     CONTEXT,
     LAID_OUT,
     OPTIONS,
@@ -27,6 +26,7 @@ from rlcore.slime.megatron import (
 )
 from rlcore.slime.rules import Argument, Held, Refused, Setting
 from rlcore.slime.table import BY_NAME
+from rlcore.train.megatron.table import BALANCING as BALANCING_LOSSES
 
 PASSED_ON = "sglang-"
 ROUTER = "router-"
@@ -376,8 +376,8 @@ def _balancing(given: dict[str, Any], done: Translation, *, megatron: bool) -> N
         _set(done, setting(name), given[name])
     if given.get("moe-aux-loss-coeff"):
         kind = given.get(BALANCING_TYPE, "aux_loss")
-        if kind not in BALANCING_TYPES:
-            raise ConfigError(f"--{BALANCING_TYPE} {kind}: there are {', '.join(BALANCING_TYPES)}")
+        if kind not in BALANCING_LOSSES:
+            raise ConfigError(f"--{BALANCING_TYPE} {kind}: there are {', '.join(BALANCING_LOSSES)}")
         _set(done, setting(BALANCING_TYPE), kind)
 
 

@@ -37,14 +37,12 @@ from rlcore.models.architecture import Architecture
 from rlcore.train.megatron.attention import TorchAttention
 from rlcore.train.megatron.experts import grouped, lay_together
 from rlcore.train.megatron.router import Router
+from rlcore.train.megatron.table import BALANCING
 from rlcore.train.trainer import DType
 from rlcore.weights.megatron import FAMILIES, LOCAL_NAMES
 
 LLAMA3_SCALING = (1.0, 4.0, 8192)
 """The only low and high frequency factors and original length that megatron-core computes."""
-
-BALANCING = ("none", "aux_loss", "seq_aux_loss")
-"""Losses of an uneven use of experts, counted over a micro-batch."""
 
 HAS_ENGINE = find_spec("transformer_engine") is not None
 if not HAS_ENGINE:

@@ -60,6 +60,11 @@ FROM_ONE = (
     "microbatch_group_size_per_vp_stage",
 )
 FROM_ZERO = ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate")
+BALANCING = ("none", "aux_loss", "seq_aux_loss")
+"""Losses of an uneven use of experts, counted over a micro-batch."""
+NO_LORA = (
+    "model.lora_rank is not there with train.backend = 'megatron'; use 'fsdp', or leave it out"
+)
 PLAIN = {"bool": "true or false", "int": "a whole number", "float": "a number", "str": "a word"}
 
 

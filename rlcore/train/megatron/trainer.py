@@ -42,6 +42,7 @@ from rlcore.train.megatron.model import build_model
 from rlcore.train.megatron.network import Network, PolicyNetwork
 from rlcore.train.megatron.optimizer import MOMENTS, DistributedAdamW
 from rlcore.train.megatron.settings import Settings, check_layout
+from rlcore.train.megatron.table import NO_LORA
 from rlcore.train.megatron.weights import ReadTensor, load_weights, own_share, united
 from rlcore.train.out_of_memory import bytes_of_all
 from rlcore.train.trainer import DType, Lora, StateDigest, TrainBatch
@@ -80,10 +81,7 @@ class MegatronTrainer(BaseTrainer[PolicyNetwork, DistributedAdamW]):
         super().__init__(train, algorithm, temperature=temperature, seed=seed, device=where)
         self._settings = Settings.of(megatron or {}, train)
         if lora is not None:
-            raise ConfigError(
-                "model.lora_rank is not there with train.backend = 'megatron'; use 'fsdp', or "
-                "leave it out"
-            )
+            raise ConfigError(NO_LORA)
         self._hooks = Hooks(train, megatron or {})
         parallel.set_up(self._settings.layout)
         self.ranks = parallel.data_ranks()

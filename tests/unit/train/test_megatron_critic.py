@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import tiny_families
 from rank_processes import results, run_ranks
+from tiny_trainers import loaded
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
-from rlcore.config.tree import AlgorithmConfig, TrainConfig  # noqa: E402
+from rlcore.config.tree import AlgorithmConfig  # noqa: E402
 from rlcore.errors import Corrupt, PluginError, TrainError  # noqa: E402
 from rlcore.plugins import load_function  # noqa: E402
 from rlcore.train.fsdp.trainer import FsdpTrainer  # noqa: E402
@@ -71,15 +72,7 @@ def make(process_group: None, models: Path) -> Make:
         family: str = "qwen3",
         **settings: Any,
     ) -> Any:
-        made = kind(
-            TrainConfig(**{"lr": 1e-2, "num_iterations": 4} | settings),
-            algorithm,
-            temperature=1.0,
-            seed=0,
-            device="cpu",
-        )
-        made.load(models / family, "start")
-        return made
+        return loaded(kind, models / family, algorithm, **settings)
 
     return trainer
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import tiny_families
 from rank_processes import results, run_ranks
+from tiny_trainers import loaded
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
@@ -18,7 +19,7 @@ from safetensors.torch import load_file  # noqa: E402
 from torch.nn.functional import linear, one_hot  # noqa: E402
 
 from rlcore.algorithms.packing import TrainSequence  # noqa: E402
-from rlcore.config.tree import AlgorithmConfig, TrainConfig  # noqa: E402
+from rlcore.config.tree import AlgorithmConfig  # noqa: E402
 from rlcore.errors import ConfigError  # noqa: E402
 from rlcore.train.fsdp.trainer import FsdpTrainer  # noqa: E402
 from rlcore.train.megatron.trainer import MegatronTrainer  # noqa: E402
@@ -56,17 +57,7 @@ def make(process_group: None, models: Path) -> Make:
     """A loaded trainer of one rank."""
 
     def trainer(family: str, kind: Any = MegatronTrainer, **more: Any) -> Any:
-        table = {} if kind is FsdpTrainer else {"megatron": more.pop("megatron", {})}
-        made = kind(
-            TrainConfig(**{"lr": 1e-2, "num_iterations": 4} | more),
-            AlgorithmConfig(),
-            temperature=1.0,
-            seed=0,
-            device="cpu",
-            **table,
-        )
-        made.load(models / family, "start")
-        return made
+        return loaded(kind, models / family, AlgorithmConfig(), **more)
 
     return trainer
 

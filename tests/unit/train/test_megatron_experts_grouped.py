@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 import tiny_families
 from rank_processes import results, run_ranks
+from tiny_trainers import loaded
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
 from torch.nn import functional  # noqa: E402
 
-from rlcore.config.tree import AlgorithmConfig, TrainConfig  # noqa: E402
+from rlcore.config.tree import AlgorithmConfig  # noqa: E402
 from rlcore.train.fsdp.trainer import FsdpTrainer  # noqa: E402
 from rlcore.train.megatron.experts import GroupedExperts, together, weights_of  # noqa: E402
 from rlcore.train.megatron.trainer import MegatronTrainer  # noqa: E402
@@ -43,17 +44,8 @@ def make(process_group: None, models: Path) -> Make:
     """A loaded trainer of one rank."""
 
     def trainer(model: str | Path, kind: Any = MegatronTrainer, **more: Any) -> Any:
-        table = {} if kind is FsdpTrainer else {"megatron": more.pop("megatron", TOGETHER)}
-        made = kind(
-            TrainConfig(**{"lr": 1e-2, "num_iterations": 4} | more),
-            AlgorithmConfig(),
-            temperature=1.0,
-            seed=0,
-            device="cpu",
-            **table,
-        )
-        made.load(models / model, "start")
-        return made
+        table = {} if kind is FsdpTrainer else {"megatron": TOGETHER}
+        return loaded(kind, models / model, AlgorithmConfig(), **table | more)
 
     return trainer
 

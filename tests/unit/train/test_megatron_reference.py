@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import tiny_families
+from tiny_trainers import loaded
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
-from rlcore.config.tree import AlgorithmConfig, TrainConfig  # noqa: E402
+from rlcore.config.tree import AlgorithmConfig  # noqa: E402
 from rlcore.train.fsdp.trainer import FsdpTrainer  # noqa: E402
 from rlcore.train.megatron.trainer import MegatronTrainer  # noqa: E402
 
@@ -44,17 +45,8 @@ def make(process_group: None, models: Path) -> Make:
         megatron: dict[str, Any] | None = None,
         **settings: Any,
     ) -> Any:
-        table = {} if megatron is None else {"megatron": megatron}
-        made = kind(
-            TrainConfig(lr=1e-2, num_iterations=9, **settings),
-            algorithm,
-            temperature=1.0,
-            seed=0,
-            device="cpu",
-            **table,
-        )
-        made.load(models / family, "start")
-        return made
+        settings |= {"num_iterations": 9}
+        return loaded(kind, models / family, algorithm, megatron=megatron, **settings)
 
     return trainer
 
