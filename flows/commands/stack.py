@@ -246,8 +246,16 @@ def start_ray(stack: Stack) -> Daemon:
         stack.folder.mkdir(parents=True, exist_ok=True)
         stack.token.touch(mode=0o600)
         stack.token.write_text(secrets.token_hex(32))
+    # Ray's workers would run at nice 15: behind Prefect's server wherever cores are few.
+    env = stack.env() | {"RAY_worker_niceness": "0", "RAY_TMPDIR": stack.ray_temp}
+    env.pop("RAY_ADDRESS", None)
+    return launch(stack, "ray", head_argv(port, stack.ray_temp), env)
+
+
+def head_argv(port: int, temp: str) -> list[str]:
+    """The command of a Ray head that listens here alone, with its files in a folder."""
     argv = [sys.executable, "-P", "-m", "ray.scripts.scripts", "start", "--head", "--block"]
-    argv += ["--node-ip-address", "127.0.0.1", "--port", str(port), "--temp-dir", stack.ray_temp]
+    argv += ["--node-ip-address", "127.0.0.1", "--port", str(port), "--temp-dir", temp]
     argv += ["--include-dashboard", "false", "--disable-usage-stats"]
     argv += ["--object-store-memory", str(OBJECT_STORE_BYTES)]
     for name in (
@@ -258,10 +266,7 @@ def start_ray(stack: Stack) -> Daemon:
         "metrics-export-port",
     ):
         argv += [f"--{name}", str(free_port())]
-    # Ray's workers would run at nice 15: behind Prefect's server wherever cores are few.
-    env = stack.env() | {"RAY_worker_niceness": "0", "RAY_TMPDIR": stack.ray_temp}
-    env.pop("RAY_ADDRESS", None)
-    return launch(stack, "ray", argv, env)
+    return argv
 
 
 def adopt_orphans(stack: Stack) -> None:

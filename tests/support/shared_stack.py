@@ -7,7 +7,6 @@ Each run has a root of its own. A killed one's actors end by Ray's hand, soon af
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -17,12 +16,12 @@ from pathlib import Path
 from prefect_servers import prefect_server
 from real_runs import kill_tree
 
+from flows.commands.stack import head_argv
 from rlcore.net import free_port, listens
 from rlcore.with_parent import with_parent
 
 SLOTS = 16
 """CPUs that Ray counts: those of a killed run may be held while the next begins."""
-OBJECT_STORE_BYTES = 256 * 2**20
 STARTS = 3
 """Ray gives its own processes 30 seconds, which is not enough on a machine that is busy."""
 
@@ -44,18 +43,7 @@ def ray_head(folder: Path) -> Iterator[dict[str, str]]:
     """A head on this machine, its files in `folder`; how it is found."""
     port = free_port()
     found = {"RAY_ADDRESS": f"127.0.0.1:{port}", "RAY_AUTH_MODE": "disabled"}
-    argv = [sys.executable, "-P", "-m", "ray.scripts.scripts", "start", "--head", "--block"]
-    argv += ["--node-ip-address", "127.0.0.1", "--port", str(port), "--num-cpus", str(SLOTS)]
-    argv += ["--temp-dir", str(folder / "ray"), "--include-dashboard", "false"]
-    argv += ["--disable-usage-stats", "--object-store-memory", str(OBJECT_STORE_BYTES)]
-    for name in (
-        "ray-client-server-port",
-        "dashboard-agent-listen-port",
-        "dashboard-agent-grpc-port",
-        "runtime-env-agent-port",
-        "metrics-export-port",
-    ):
-        argv += [f"--{name}", str(free_port())]
+    argv = [*head_argv(port, str(folder / "ray")), "--num-cpus", str(SLOTS)]
     env = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
     env |= {"RAY_AUTH_MODE": "disabled", "RAY_worker_niceness": "0"}
     for _ in range(STARTS):
