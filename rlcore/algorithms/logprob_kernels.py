@@ -47,6 +47,7 @@ def row_statistics(
 def logits_gradient(
     logits: Tensor,
     targets: Tensor,
+    dead: Tensor,
     shifts: Tensor,
     grad_log_probs: Tensor,
     entropy: Tensor,
@@ -57,12 +58,14 @@ def logits_gradient(
 
     Args:
         logits, targets, temperature: as given to `row_statistics`.
+        dead: bool [M], rows without a gradient; their logits are not looked at.
         shifts, entropy: as returned by it.
         grad_log_probs: [M], of the log-probs.
         grad_entropy: [M], of the entropies; None where nobody differentiates them.
     """
     top, log_total = shifts.split(1, -1)
-    log_p = (logits.float() / temperature - top - log_total).clamp(min=LOWEST)
+    z = torch.where(dead[:, None], 0.0, logits.float())
+    log_p = (z / temperature - top - log_total).clamp(min=LOWEST)
     p, grad = log_p.exp(), grad_log_probs[:, None]
     pull = grad
     if grad_entropy is not None:

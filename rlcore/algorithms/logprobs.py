@@ -4,13 +4,15 @@
     log-prob  z_t[y_t] - logsumexp(z_t)
     entropy   -sum_v p_t[v] log p_t[v],  p_t = softmax(z_t)
 
-Rows are worked on in chunks; backward computes the logits of each chunk again, from which
+Rows are worked on in chunks. Backward needs each chunk's logits once more: a GPU keeps the first
+chunks' in the dtype of the inputs, in a share of its memory, and computes the others' again. From
+them
 
     d logprob / d z = onehot(y) - p            d entropy / d z = -p (log p + entropy)
 
 `chunked_log_probs` starts from hidden states and the weight of the output layer and never holds
-more than one chunk of logits; `token_log_probs` starts from logits that exist already and saves
-their float32 copies. On a GPU torch compiles what is done with a chunk
+more than one chunk of float32 logits; `token_log_probs` starts from logits that exist already and
+saves their float32 copies. On a GPU torch compiles what is done with a chunk
 (`rlcore.algorithms.logprob_kernels`). Products run in the dtype of the inputs, as the model's own
 output layer would; all that follows in float32 (float64 for float64 inputs).
 
@@ -19,7 +21,8 @@ Invariants:
 - A row that gets no gradient (masked) adds exactly nothing to any gradient, even if it holds NaN.
 - Logits of -inf (ids that are switched off) have probability 0 and a finite log-prob and entropy.
 - No rows give empty results that are still part of the graph.
-- The peak beside the inputs and their gradients is a few times chunk x vocabulary.
+- The peak beside the inputs and their gradients is what is kept and a few times chunk x vocabulary.
+- What is kept changes no number: the same product gives the same logits.
 """
 
 from __future__ import annotations
@@ -43,6 +46,10 @@ from rlcore.errors import ConfigError, DataError
 CHUNK_ELEMENTS = {"cpu": 1 << 25, "cuda": 1 << 29}
 """Logits in a chunk when none is asked for: 128 MiB of float32, or 1 GiB of bfloat16, where fewer
 rows would leave a GPU idle and add up gradients of the output layer more often.
+"""
+KEPT_SHARE = 1 / 16
+"""Of a GPU's memory: logits that wait for backward. To compute them again takes a third of the
+output layer's time, which at a vocabulary of 150,000 is much of a small model's.
 """
 
 
@@ -77,7 +84,8 @@ def chunked_log_probs(
             "[tokens, width] and [vocabulary, width]"
         )
     rows = _rows_per_chunk(weight.shape[0], hidden, targets, temperature, chunk)
-    result = _HiddenLogProbs.apply(hidden, weight, targets, temperature, rows)
+    room = _room_to_keep(hidden) if torch.is_grad_enabled() else 0
+    result = _HiddenLogProbs.apply(hidden, weight, targets, temperature, rows, room)
     return cast(tuple[Tensor, Tensor], result)
 
 
@@ -108,6 +116,14 @@ def _rows_per_chunk(
     if chunk < 1:
         raise ConfigError(f"chunk is {chunk}; it must be at least 1")
     return chunk
+
+
+def _room_to_keep(hidden: Tensor) -> int:
+    """How many logits may wait for backward."""
+    if not hidden.is_cuda:
+        return 0
+    memory = torch.cuda.get_device_properties(hidden.device).total_memory
+    return int(KEPT_SHARE * memory) // hidden.dtype.itemsize
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -176,6 +192,10 @@ class _Upstream:
         shifts = shifts.masked_fill(dead[:, None], 0.0)
         return cls(grad, entropy, dead, value, shifts, targets, ctx.temperature)
 
+    def alive(self, z: Tensor, rows: slice) -> Tensor:
+        """Logits of a chunk as they were in forward, which are overwritten, without dead rows."""
+        return z if _is_compiled(z) else z.masked_fill_(self.dead[rows, None], 0.0)
+
     def logits_grad(self, z: Tensor, rows: slice) -> Tensor:
         """Gradient of one chunk of logits, which may be overwritten."""
         if not _is_compiled(z):
@@ -184,6 +204,7 @@ class _Upstream:
             logits_gradient,
             z,
             self.targets[rows],
+            self.dead[rows],
             self.shifts[rows],
             self.log_probs[rows],
             self.entropy_value[rows],
@@ -232,34 +253,46 @@ class _HiddenLogProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, rows: int
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        temperature: float,
+        rows: int,
+        room: int,
     ) -> tuple[Tensor, Tensor]:
-        parts = [
-            _statistics(hidden[part] @ weight.t(), targets[part], temperature)
-            for part in chunks(len(hidden), rows)
-        ]
+        parts, ctx.kept = [], []
+        for part in chunks(len(hidden), rows):
+            z = hidden[part] @ weight.t()
+            if (room := room - z.numel()) >= 0:
+                ctx.kept.append(z)
+                z = _to_spend(z)
+            parts.append(_statistics(z, targets[part], temperature))
         return _saved(ctx, parts, (hidden, weight, targets), temperature, rows)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         if grads[0] is None and grads[1] is None:
-            return (None,) * 5
+            return (None,) * 6
         hidden, weight = ctx.saved_tensors[:2]
         upstream = _Upstream.of(ctx, grads[0], grads[1])
         parts = chunks(len(hidden), ctx.rows)
         grad_hidden = torch.empty_like(hidden)
         sum_dtype = torch.float32 if len(parts) > 1 and weight.dtype.itemsize < 4 else weight.dtype
         grad_weight = torch.zeros_like(weight, dtype=sum_dtype)
+        kept = ctx.kept[::-1]
+        ctx.kept = []
         for part in parts:
             alive = hidden[part].masked_fill(upstream.dead[part, None], 0.0)
-            grad = upstream.logits_grad(alive @ weight.t(), part).to(hidden.dtype)
+            z = upstream.alive(kept.pop(), part) if kept else alive @ weight.t()
+            grad = upstream.logits_grad(z, part).to(hidden.dtype)
             torch.mm(grad, weight, out=grad_hidden[part])
             if sum_dtype == weight.dtype:
                 grad_weight.addmm_(grad.t(), alive)
             else:
                 grad_weight.add_(grad.t() @ alive)
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
 
 
 class _LogitLogProbs(torch.autograd.Function):

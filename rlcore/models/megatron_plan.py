@@ -19,7 +19,6 @@ from rlcore.models.plan import (
     CONTEXT,
     GRADIENT,
     LINK_SHARE,
-    LOGITS,
     MASTER,
     MOMENTS,
     RECOMPUTED,
@@ -31,6 +30,7 @@ from rlcore.models.plan import (
     forward_flops,
     layer_norm_bytes,
     layer_numbers,
+    logits,
 )
 from rlcore.models.tensors import size_of
 from rlcore.weights.megatron import rules
@@ -60,7 +60,7 @@ def plan_megatron(arch: Architecture, work: Work, layout: MegatronLayout, gpu: G
     of_a_batch = replicas * layout.context_parallel_size * work.tokens_per_micro_batch
     micro_batches = ceil(work.tokens_per_step / of_a_batch)
     memories = [
-        stage_memory(arch, work, layout, share, stage, micro_batches)
+        stage_memory(arch, work, layout, share, stage, micro_batches, gpu)
         for stage, share in enumerate(shares)
     ]
     memory = max(memories, key=lambda one: sum(one.values()))
@@ -123,6 +123,7 @@ def stage_memory(
     share: Share,
     stage: int,
     micro_batches: int,
+    gpu: Gpu,
 ) -> dict[str, float]:
     """Bytes of one rank of a stage, by kind."""
     own = share.dense + share.expert
@@ -134,13 +135,14 @@ def stage_memory(
     stages = layout.pipeline_model_parallel_size
     in_flight = min(stages - stage, micro_batches)
     moments = 0 if work.offloads else MOMENTS
+    of_logits = logits(arch, work, gpu, layout.tensor_model_parallel_size)
     return {
         "weights": float(own * work.bytes_of_numbers * models),
         "gradients": float(own * GRADIENT * models),
         "optimizer": stored * (master + moments) * models,
         "frozen models": float(own * work.bytes_of_numbers * work.frozen),
         "activations": activations(arch, work, layout, in_flight),
-        "logits": float(LOGITS) if stage == stages - 1 else 0.0,
+        "logits": of_logits if stage == stages - 1 else 0.0,
         "CUDA and NCCL": CONTEXT,
     }
 

@@ -17,8 +17,10 @@ MASTER = GRADIENT = 4
 """Bytes of a master weight and of its gradient: float32."""
 MOMENTS = 8
 """Bytes of AdamW's two moments."""
-LOGITS = 3 * 4 * (1 << 25)
-"""Bytes of logits at a time: a chunk, its softmax and its gradient."""
+CHUNK = 1 << 29
+"""Logits at a time."""
+KEPT_SHARE = 1 / 16
+"""Of a GPU's memory: logits that wait for backward."""
 UTILISATION = 0.4
 """Share of a GPU's peak that training reaches with full micro-batches."""
 LINK_SHARE = 0.7
@@ -136,7 +138,7 @@ def plan(arch: Architecture, work: Work, gpu: Gpu) -> Plan:
     return Plan(
         size.parameters,
         size.active_parameters,
-        memory(arch, work),
+        memory(arch, work, gpu),
         gpu.memory * (1 - work.engine_share),
         {"gradients and weights": sent},
         flops / speed,
@@ -144,7 +146,7 @@ def plan(arch: Architecture, work: Work, gpu: Gpu) -> Plan:
     )
 
 
-def memory(arch: Architecture, work: Work) -> dict[str, float]:
+def memory(arch: Architecture, work: Work, gpu: Gpu) -> dict[str, float]:
     """Bytes of one rank, by kind."""
     own = size_of(arch).parameters / work.ranks
     learns = trained(arch, work) / work.ranks
@@ -155,15 +157,20 @@ def memory(arch: Architecture, work: Work) -> dict[str, float]:
         for layer in (0, arch.num_hidden_layers - 1)
     )
     outer = arch.vocab_size * arch.hidden_size * (1 if arch.tie_word_embeddings else 2)
-    gathered = (outer + 2 * largest) * work.bytes_of_numbers + largest * GRADIENT
+    gathered = 0.0
+    if work.ranks == 1 and work.bytes_of_numbers < MASTER and work.lora_rank is None:
+        # One rank keeps them from one micro-batch to the next.
+        gathered = own * work.bytes_of_numbers
+    elif work.ranks > 1 or work.bytes_of_numbers < MASTER:
+        gathered = (outer + 2 * largest) * work.bytes_of_numbers + largest * GRADIENT
     return {
         "master weights": own * MASTER * (2 if work.critic else 1) + adapters * MASTER,
         "gradients": learns * GRADIENT,
         "optimizer": 0.0 if work.offloads else learns * MOMENTS,
         "frozen models": own * MASTER * (work.frozen - work.shared),
-        "gathered layers": float(gathered) if work.ranks > 1 or work.bytes_of_numbers < 4 else 0.0,
+        "gathered layers": float(gathered),
         "activations": activations(arch, work),
-        "logits": float(LOGITS),
+        "logits": logits(arch, work, gpu),
         "CUDA and NCCL": CONTEXT,
     }
 
@@ -180,6 +187,16 @@ def trained(arch: Architecture, work: Work) -> int:
             linear = len(spec.shape) == 2 and not spec.expert and name not in ROUTERS
             count += work.lora_rank * sum(spec.shape) if linear and chosen else 0
     return count
+
+
+def logits(arch: Architecture, work: Work, gpu: Gpu, parts: int = 1) -> float:
+    """Bytes of the logits that are there at once: those that wait for backward, a chunk of the
+    others, and a chunk's gradient. Ranks that each have a part of the vocabulary keep none.
+    """
+    of_all = work.tokens_per_micro_batch * arch.vocab_size / parts * work.bytes_of_numbers
+    chunk = min(of_all, CHUNK * work.bytes_of_numbers)
+    kept = KEPT_SHARE * gpu.memory if parts == 1 else 0.0
+    return min(of_all, kept + chunk) + chunk
 
 
 def activations(arch: Architecture, work: Work) -> float:

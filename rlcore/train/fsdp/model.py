@@ -2,20 +2,21 @@
 
 FSDP shards the weights between uses and gathers them around each module's `forward`. So the output
 layer must be applied inside a `forward`: `Policy` goes from token ids to log-probs in its own,
-where the weight of the output layer (often that of the embedding) is whole, and the logits of all
-tokens never exist at once.
+where the weight of the output layer (often that of the embedding) is whole, and float32 logits of
+all tokens never exist at once.
 
 Invariants:
 - Parameters are float32 DTensors, sharded over dimension 0; `precision = "bfloat16"` computes in
   bfloat16 and reduces gradients in float32.
-- Weights are sharded again after every forward: no pass ever sees weights from before an optimizer
-  step.
+- Weights are sharded again after every forward, or at the end of a block that keeps them gathered:
+  no pass ever sees weights from before an optimizer step.
 - Nothing is random: dropout is off, since the policy that is trained must be the one that sampled.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -24,7 +25,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from rlcore.algorithms.aggregate import Totals
 from rlcore.algorithms.logprobs import chunked_log_probs
@@ -302,6 +303,24 @@ def shard(
     for part in module.modules():
         for name, buffer in part.named_buffers(recurse=False):
             setattr(part, name, buffer.to(device))
+
+
+@contextmanager
+def gathered(module: nn.Module) -> Iterator[None]:
+    """What a pass through the module gathers stays so for the block's other passes; no weight may
+    change meanwhile.
+    """
+    parts = [part for part in module.modules() if isinstance(part, FSDPModule)]
+    for part in parts:
+        part.set_reshard_after_forward(False, recurse=False)
+        part.set_reshard_after_backward(False, recurse=False)
+    try:
+        yield
+    finally:
+        for part in parts:
+            part.set_reshard_after_forward(True, recurse=False)
+            part.set_reshard_after_backward(True, recurse=False)
+            part.reshard()
 
 
 def units(layers: Iterable[nn.Module]) -> Iterator[list[nn.Module]]:

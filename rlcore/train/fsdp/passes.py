@@ -6,6 +6,7 @@ FSDP averages gradients over ranks; multiplying the loss by their number makes t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Protocol
 
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from rlcore.algorithms.packing import PackedBatch
 from rlcore.train.backend import Loss
 from rlcore.train.credit import MicroBatch
 from rlcore.train.fsdp.critic import Critic
-from rlcore.train.fsdp.model import Policy
+from rlcore.train.fsdp.model import Policy, gathered
 
 
 class ScoresOne(Protocol):
@@ -41,9 +42,11 @@ class Scorer:
 class Passes(Scorer):
     """A policy that is trained."""
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Policy, *, keeps_gathered: bool = False) -> None:
+        """`keeps_gathered`: from one micro-batch of a step to the next, weights stay gathered."""
         super().__init__(policy)
         self._trained = policy
+        self._keeps_gathered = keeps_gathered
         self.expert_load = policy.expert_load
 
     def score(self, micros: Sequence[MicroBatch], temperature: float) -> list[Tensor]:
@@ -69,16 +72,17 @@ class Passes(Scorer):
     ) -> list[Metrics]:
         """See `TrainedPolicy`."""
         policy, parts = self._trained, []
-        for micro in micros:
-            with policy.expert_load.counting(real=not micro.empty):
-                answer = (
-                    policy.logits(micro.packed)
-                    if temperature is None
-                    else policy.score(micro.packed, micro.rows, temperature)
-                )
-            value, found = loss(micro, answer)
-            (value * (dist.get_world_size() * scale)).backward()
-            parts.extend(found)
+        with gathered(policy) if self._keeps_gathered else nullcontext():
+            for micro in micros:
+                with policy.expert_load.counting(real=not micro.empty):
+                    answer = (
+                        policy.logits(micro.packed)
+                        if temperature is None
+                        else policy.score(micro.packed, micro.rows, temperature)
+                    )
+                value, found = loss(micro, answer)
+                (value * (dist.get_world_size() * scale)).backward()
+                parts.extend(found)
         return parts
 
 

@@ -110,7 +110,9 @@ class FsdpTrainer(BaseTrainer[Policy, ShardedAdamW]):
     def _warm_up(self) -> None:
         policy, _ = self._held()
         frozen = [self._reference_of(policy), self._teacher]
-        self._make_code(Passes(policy), [Scorer(model) for model in frozen if model is not None])
+        self._make_code(
+            self._passes(policy), [Scorer(model) for model in frozen if model is not None]
+        )
 
     def _read_state(self, folder: Path) -> StateDigest:
         policy, optimizer = self._held()
@@ -193,13 +195,18 @@ class FsdpTrainer(BaseTrainer[Policy, ShardedAdamW]):
         reference = self._reference_of(policy)
         teacher = self._teacher if algorithm.opd_teacher_load else None
         return Models(
-            Passes(policy),
+            self._passes(policy),
             optimizer,
             self.ranks,
             critic=None if critic is None else Critic(CriticPasses(critic.model), critic.optimizer),
             reference=None if reference is None else Scorer(reference),
             teacher=None if teacher is None else Scorer(teacher),
         )
+
+    def _passes(self, policy: Policy) -> Passes:
+        # Alone a rank holds all weights anyway, and gathering them is a copy in bfloat16.
+        alone = self._mesh.size() == 1 and self._train.precision == "bfloat16"
+        return Passes(policy, keeps_gathered=alone and self._lora is None)
 
     def _gradient(self) -> Iterator[Tensor]:
         return self._held()[1].gradients()

@@ -155,6 +155,37 @@ def test_a_small_problem_is_one_chunk_and_a_large_one_never_holds_all_logits(mon
     assert set(shapes_seen()) == {(30, 11), (10, 11)}
 
 
+@pytest.mark.parametrize("room", [0, 11 * 3, 11 * 5, 11 * 7])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_kept_logits_change_no_number(monkeypatch, dtype, room):
+    h, w, y = problem(dtype=dtype)
+    dirty = torch.tensor([False, True, False, False, False, False, True])
+    h = torch.where(dirty[:, None], math.nan, h.detach()).requires_grad_()
+    wide = torch.promote_types(dtype, torch.float32)
+    grads = [torch.randn(7, dtype=wide).masked_fill(dirty, 0.0) for _ in range(2)]
+
+    def found(room):
+        monkeypatch.setattr(logprobs, "_room_to_keep", lambda hidden: room)
+        values, gradient = gradients(lambda: chunked_log_probs(h, w, y, 0.7, 3), h, w, grads)
+        return [v.nan_to_num(1.0) for v in values], gradient
+
+    torch.testing.assert_close(found(room), found(0), rtol=0, atol=0)
+    assert not found(room)[1][0][dirty].any()
+
+
+def test_logits_are_kept_only_for_a_backward_that_comes(monkeypatch):
+    h, w, y = problem()
+    monkeypatch.setattr(logprobs, "_room_to_keep", lambda hidden: 11 * 5)
+    log_probs, _ = chunked_log_probs(h, w, y, 1.0, 3)
+    node = log_probs.grad_fn
+    assert [len(z) for z in node.kept] == [3]
+    log_probs.sum().backward()
+    assert node.kept == []
+    with torch.no_grad():
+        monkeypatch.setattr(logprobs, "_room_to_keep", lambda hidden: pytest.fail("asked"))
+        chunked_log_probs(h, w, y, 1.0, 3)
+
+
 @pytest.mark.parametrize("with_entropy", [False, True])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_what_a_gpu_compiles_says_the_same(temperature, with_entropy):
@@ -169,8 +200,18 @@ def test_what_a_gpu_compiles_says_the_same(temperature, with_entropy):
 
     log_probs, entropy, shifts = row_statistics(logits.detach(), y, temperature)
     torch.testing.assert_close((log_probs, entropy), want, rtol=1e-5, atol=1e-6)
-    more = (y, shifts, grads[0], entropy, grads[1], temperature)
-    torch.testing.assert_close(logits_gradient(logits.detach(), *more), gradient)
+    dead = torch.zeros(7, dtype=torch.bool)
+    more = (shifts, grads[0], entropy, grads[1], temperature)
+    got = logits_gradient(logits.detach(), y, dead, *more)
+    torch.testing.assert_close(got, gradient)
+
+    dead[3] = True
+    dirty = torch.where(dead[:, None], math.nan, logits.detach())
+    for one in (shifts, entropy, *(g for g in grads if g is not None)):
+        one[3] = 0.0
+    got_dirty = logits_gradient(dirty, y, dead, *more)
+    assert not got_dirty[3].any()
+    torch.testing.assert_close(got_dirty[~dead], got[~dead], rtol=0, atol=0)
 
 
 def test_wrong_inputs_are_named():

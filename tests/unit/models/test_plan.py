@@ -19,6 +19,7 @@ from rlcore.models.plan import plan as count
 from rlcore.models.presets import read_preset
 from rlcore.models.tensors import size_of
 
+H200 = GPUS["h200"]
 ALONE = Work(
     ranks=1,
     ranks_per_node=8,
@@ -80,7 +81,7 @@ def test_the_optimizer_s_bytes_are_those_that_it_holds(tmp_path: Path) -> None:
     from rlcore.train.ranks import one_rank
 
     tiny_families.build("qwen3", tmp_path)
-    planned = memory(read_hf_config(tmp_path), ALONE)
+    planned = memory(read_hf_config(tmp_path), ALONE, H200)
     with one_rank("cpu"):
         policy = load_policy(tmp_path)
         mesh = init_device_mesh("cpu", (1,))
@@ -106,7 +107,7 @@ def test_adapters_are_those_that_a_trainer_makes(
     made = sum(p.numel() for _, p in policy.trained())
     work = replace(ALONE, lora_rank=2, lora_targets=targets)
     assert trained(arch, work) == made
-    planned, whole = memory(arch, work), memory(arch, ALONE)
+    planned, whole = memory(arch, work, H200), memory(arch, ALONE, H200)
     assert planned["optimizer"] == 8 * made and planned["gradients"] == 4 * made
     assert planned["master weights"] == whole["master weights"] + 4 * made
 
@@ -114,21 +115,23 @@ def test_adapters_are_those_that_a_trainer_makes(
 def test_a_reference_without_adapters_takes_time_and_no_memory() -> None:
     arch = read_preset("qwen3-4B").architecture
     work = replace(ALONE, ranks=8, lora_rank=8, frozen=1, shared=1)
-    found, plain = count(arch, work, GPUS["h200"]), count(arch, ALONE, GPUS["h200"])
+    found, plain = count(arch, work, H200), count(arch, ALONE, H200)
     assert (
-        found.memory["frozen models"] == 0 < memory(arch, replace(work, shared=0))["frozen models"]
+        found.memory["frozen models"]
+        == 0
+        < memory(arch, replace(work, shared=0), H200)["frozen models"]
     )
     # Forward and the gradients of what layers are given; the reference's forward.
     assert found.compute_s * 8 == pytest.approx(plain.compute_s)
-    full = count(arch, replace(work, lora_rank=None), GPUS["h200"])
+    full = count(arch, replace(work, lora_rank=None), H200)
     assert sum(found.traffic.values()) < sum(full.traffic.values())
 
 
 def test_moments_in_the_cpu_s_memory_are_not_on_the_gpu() -> None:
     arch = read_preset("qwen3-4B").architecture
-    saved = memory(arch, ALONE)["optimizer"]
+    saved = memory(arch, ALONE, H200)["optimizer"]
     assert saved == 8 * size_of(arch).parameters
-    assert memory(arch, replace(ALONE, offloads=True))["optimizer"] == 0
+    assert memory(arch, replace(ALONE, offloads=True), H200)["optimizer"] == 0
 
 
 def test_operations_are_those_that_balancing_counts() -> None:
@@ -144,15 +147,15 @@ def test_a_known_model_on_known_gpus() -> None:
     work = replace(
         ALONE, ranks=8, tokens_per_micro_batch=8192, tokens_per_step=2**20, bytes_of_numbers=2
     )
-    found = count(arch, work, GPUS["h200"])
+    found = count(arch, work, H200)
     own = size_of(arch).parameters / 8
     assert found.memory["optimizer"] == own * 8 and found.memory["master weights"] == own * 4
-    more = count(arch, replace(work, ranks=64), GPUS["h200"])
+    more = count(arch, replace(work, ranks=64), H200)
     assert more.memory["optimizer"] * 8 == found.memory["optimizer"]
     assert more.compute_s * 8 == pytest.approx(found.compute_s)
     # Beyond a node the network is what counts.
     assert more.traffic_s > found.traffic_s / 8
-    recomputed = count(arch, replace(work, recomputes=True), GPUS["h200"])
+    recomputed = count(arch, replace(work, recomputes=True), H200)
     assert recomputed.memory["activations"] < found.memory["activations"] / 10
     assert recomputed.compute_s == pytest.approx(found.compute_s * 4 / 3)
 
