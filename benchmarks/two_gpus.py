@@ -9,7 +9,8 @@ the number of prompts and training is proportional to it, so the number is chose
 run is made with 32 prompts first, and where its training is longer or shorter than its generation
 by more than `CLOSE`, both modes get that many times fewer or more. `--prompts` says it instead.
 
-Run: python -m benchmarks.two_gpus [--iterations N] [--prompts N] [--set KEY=VALUE ...] [--tiny]
+Run: python -m benchmarks.two_gpus [--shape NAME] [--new-tokens N] [--prompts N] [--iterations N]
+    [--set KEY=VALUE ...] [--tiny]
 """
 
 import argparse
@@ -144,13 +145,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--iterations", type=int, default=3, help="measured, after some to warm up")
     parser.add_argument("--prompts", type=int, help="of an iteration, instead of choosing them")
+    parser.add_argument("--shape", choices=_shapes.SHAPES)
+    parser.add_argument("--new-tokens", type=int)
     parser.add_argument("--set", action="append", default=[], help="a setting of both runs")
     parser.add_argument("--limit-s", type=float, default=570.0, help="seconds there are in all")
     parser.add_argument("--tiny", action="store_true", help="on a CPU, to see that it works")
     parser.add_argument("--result", type=Path, default=RESULTS / "two_gpus.json")
     args = parser.parse_args()
     size = TINY if args.tiny else FULL
-    size = replace(size, prompts=args.prompts or size.prompts)
+    size = replace(
+        size,
+        shape=args.shape or size.shape,
+        prompts=args.prompts or size.prompts,
+        new_tokens=args.new_tokens or size.new_tokens,
+    )
     if not args.tiny and len(gpus()) < 2:
         say(f"skipped: it needs two GPUs, and there are {len(gpus())}")
         return 0

@@ -110,7 +110,7 @@ class PrefectServer:
 
 def server_argv(port: int) -> list[str]:
     """What `prefect server start` runs, without the seconds that its command takes."""
-    app = "prefect.server.api.server:create_app"
+    app = "flows.operation.server_app:create_app"
     argv = [sys.executable, "-P", "-m", "uvicorn", "--factory", app]
     return [*argv, "--host", "127.0.0.1", "--port", str(port), "--log-level", "warning"]
 
