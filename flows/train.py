@@ -157,8 +157,8 @@ async def wait_for_api(client: PrefectClient) -> None:
 async def drain(client: PrefectClient, run: Run) -> None:
     """Wait until the server has recorded the iteration's last task run.
 
-    On SQLite the next subflow would otherwise meet the recorder's transaction and be refused: a server
-    of Sluice's tries it again, any other answers 503, and the client sleeps two seconds.
+    On SQLite the next subflow would otherwise meet the recorder's transaction and be refused. A
+    server of Sluice's tries it again; any other answers 503, and the client sleeps two seconds.
     """
     if run.last_task_run is None:
         return

@@ -1,5 +1,5 @@
-"""Prefect's server as Sluice starts it: requests that write take turns, and one that SQLite refuses is
-tried again.
+"""Prefect's server as Sluice starts it: requests that write take turns, and one that SQLite refuses
+is tried again.
 
 SQLite refuses a transaction that has read and then writes while another has written since: another
 request, or the server's own recorder of task runs. Prefect's server answers 503 to that, and its

@@ -9,7 +9,7 @@ import pytest
 
 from flows.operation.server import PrefectServer
 
-WRITERS, RUNS = 12, 25
+WRITERS, RUNS = 12, 8
 
 
 @pytest.mark.parametrize("name", ["100% sure", "why? #1 & it's", "säge"])
@@ -37,7 +37,7 @@ def test_requests_that_write_at_once_are_all_answered(tmp_path: Path) -> None:
     finally:
         server.end()
         server.gone()
-    assert set(seen) == {200, 201} and len(seen) == 2 * RUNS * WRITERS, Counter(seen)
+    assert Counter(seen) == {201: 2 * RUNS * WRITERS}
 
 
 async def write_at_once(url: str) -> list[int]:
