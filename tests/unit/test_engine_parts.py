@@ -4,6 +4,7 @@ In place of SGLang's server stands one that only says what it was started with: 
 GPU on each node.
 """
 
+import asyncio
 import json
 import os
 import signal
@@ -22,7 +23,7 @@ from rlcore.cluster.placement import Place
 from rlcore.errors import EngineError
 
 SERVER = """
-import json, os, sys
+import json, os, sys, time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 words = sys.argv[1:]
@@ -36,6 +37,8 @@ with open(told["model-path"] + "/part-" + told["node-rank"] + ".json", "w") as f
 
 class Health(BaseHTTPRequestHandler):
     def do_GET(self):
+        if os.path.exists(told["model-path"] + "/slow"):
+            time.sleep(2)
         self.send_response(200)
         self.end_headers()
 
@@ -98,6 +101,40 @@ async def test_parts_meet_and_are_started_again_together(folder: Path) -> None:
             "engine-0-node-0.log",
             "engine-0-node-1.log",
         }
+    finally:
+        made.end()
+
+
+async def test_weights_do_not_wait_for_an_engine_that_takes_its_time_to_answer(
+    folder: Path,
+) -> None:
+    made = engines(folder)
+    try:
+        await made.start()
+        assert await made.mend() == []
+        (folder / "slow").touch()
+        began = time.monotonic()
+        looking = asyncio.ensure_future(made.mend())
+        await asyncio.sleep(0.05)
+        assert made.lock.locked()
+        async with made.lock:
+            assert time.monotonic() - began < 1.5
+        assert not looking.done()
+        assert await looking == []
+        assert time.monotonic() - began > 1.5 and made.restarts == 0
+    finally:
+        made.end()
+
+
+async def test_two_who_find_an_engine_down_start_it_once(folder: Path) -> None:
+    made = engines(folder)
+    try:
+        await made.start()
+        os.kill(part(folder, 0)["pid"], signal.SIGKILL)
+        while not any(backs := await asyncio.gather(made.mend(), made.mend())):
+            await asyncio.sleep(0.05)
+        assert sorted(backs, key=len) == [[], made.urls]
+        assert made.restarts == 1
     finally:
         made.end()
 
