@@ -3,17 +3,17 @@
     python examples/smollm2/curve.py ROOT RUN [RUN ...] [--out curve.png]
 
 The peer is TRL 1.16.0's GRPOTrainer with `generate`, float32 weights and bfloat16 autocast, on one
-H200, with the data and settings of run.toml (110 steps). Seconds are those of iterations: neither
-counts the start of its program.
+H200, with the data and settings of run.toml (110 steps). Seconds are of the clock on the wall, and
+neither counts the start of its program.
 """
 
 import argparse
 import sys
 from dataclasses import dataclass
-from itertools import accumulate
+from datetime import datetime
 from pathlib import Path
 
-from rlcore.observe.history import iterations
+from rlcore.observe.history import records
 from rlcore.store.objects import Objects
 
 PEER_REWARD = {1: 0.012, 21: 0.068, 41: 0.219, 61: 0.248, 81: 0.248, 101: 0.273}
@@ -31,7 +31,7 @@ class Curve:
     run_id: str
     reward: list[float]
     seconds: list[float]
-    """From the run's beginning to the end of each iteration."""
+    """From the beginning of the first iteration to the commit of each."""
     held_out: dict[int, float]
     """Accuracy by the iterations after which it was measured."""
 
@@ -46,14 +46,16 @@ class Curve:
 
 def read(root: str, run_id: str) -> Curve:
     """A run's curve out of its store."""
-    rows = iterations(Objects.open(root), run_id)
-    if not rows:
+    found = records(Objects.open(root), run_id)
+    if not found:
         raise SystemExit(f"{run_id} of {root} has no committed iteration")
+    rows = [record["metrics"] for record in found]
+    times = [datetime.fromisoformat(record["created"]).timestamp() for record in found]
     accuracy = {n: r["eval/held-out"] for n, r in enumerate(rows, 1) if "eval/held-out" in r}
     return Curve(
         run_id=run_id,
         reward=[r["rollout/raw_reward"] for r in rows],
-        seconds=list(accumulate(r["seconds"] for r in rows)),
+        seconds=[rows[0]["seconds"] + time - times[0] for time in times],
         held_out=accuracy,
     )
 
