@@ -8,6 +8,6 @@ to one number a sample), `plan` (who trains what), `packing` (sequences to tenso
 Invariants:
 - Nothing here imports ray, sglang, megatron or transformers; nothing here knows of ranks other than
   by a count, of files, or of the configuration tree.
-- `advantages`, `plan`, `flops` and `aggregate` need no torch, so that the driver may call them.
-  This file therefore imports nothing: import the module that you need.
+- `advantages`, `plan`, `flops`, `logit_memory` and `aggregate` need no torch, so that the driver
+  may call them. This file therefore imports nothing: import the module that you need.
 """

@@ -35,6 +35,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from rlcore.algorithms.logit_memory import CHUNK_ELEMENTS, KEPT_SHARE
 from rlcore.algorithms.logprob_kernels import (
     LOWEST,
     logits_gradient,
@@ -42,15 +43,6 @@ from rlcore.algorithms.logprob_kernels import (
     run_compiled,
 )
 from rlcore.errors import ConfigError, DataError
-
-CHUNK_ELEMENTS = {"cpu": 1 << 25, "cuda": 1 << 29}
-"""Logits in a chunk when none is asked for: 128 MiB of float32, or 1 GiB of bfloat16, where fewer
-rows would leave a GPU idle and add up gradients of the output layer more often.
-"""
-KEPT_SHARE = 1 / 16
-"""Of a GPU's memory: logits that wait for backward. To compute them again takes a third of the
-output layer's time, which at a vocabulary of 150,000 is much of a small model's.
-"""
 
 
 def chunked_log_probs(

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil, prod
 
+from rlcore.algorithms.logit_memory import CHUNK_ELEMENTS, KEPT_SHARE
 from rlcore.models.architecture import Architecture
 from rlcore.models.tensors import layer_tensors, size_of
 
@@ -17,10 +18,6 @@ MASTER = GRADIENT = 4
 """Bytes of a master weight and of its gradient: float32."""
 MOMENTS = 8
 """Bytes of AdamW's two moments."""
-CHUNK = 1 << 29
-"""Logits at a time."""
-KEPT_SHARE = 1 / 16
-"""Of a GPU's memory: logits that wait for backward."""
 UTILISATION = 0.4
 """Share of a GPU's peak that training reaches with full micro-batches."""
 LINK_SHARE = 0.7
@@ -194,7 +191,7 @@ def logits(arch: Architecture, work: Work, gpu: Gpu, parts: int = 1) -> float:
     others, and a chunk's gradient. Ranks that each have a part of the vocabulary keep none.
     """
     of_all = work.tokens_per_micro_batch * arch.vocab_size / parts * work.bytes_of_numbers
-    chunk = min(of_all, CHUNK * work.bytes_of_numbers)
+    chunk = min(of_all, CHUNK_ELEMENTS["cuda"] * work.bytes_of_numbers)
     kept = KEPT_SHARE * gpu.memory if parts == 1 else 0.0
     return min(of_all, kept + chunk) + chunk
 

@@ -17,13 +17,12 @@ from prefect_servers import prefect_server
 from real_runs import kill_tree
 
 from flows.commands.stack import head_argv
+from rlcore.cluster.ray_session import STARTS
 from rlcore.net import free_port, listens
 from rlcore.with_parent import with_parent
 
 SLOTS = 16
 """CPUs that Ray counts: those of a killed run may be held while the next begins."""
-STARTS = 3
-"""Ray gives its own processes 30 seconds, which is not enough on a machine that is busy."""
 
 
 @contextmanager

@@ -31,7 +31,7 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import Tensor, nn
 
 from rlcore.algorithms.flops import ModelShape
-from rlcore.algorithms.logprobs import CHUNK_ELEMENTS
+from rlcore.algorithms.logit_memory import CHUNK_ELEMENTS
 from rlcore.algorithms.metrics import Metrics
 from rlcore.models.architecture import Architecture
 from rlcore.train.backend import Loss
