@@ -8,14 +8,13 @@ benchmarks/results/data_stream.json. `--mb` sets the size of the file that is ma
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from _common import REPO, RESULTS, finish, machine
+from _common import RESULTS, finish, machine, own_env
 
 ROW_BYTES = 1024
 GOAL_MB = 100
@@ -67,7 +66,7 @@ def run(step: str, path: Path) -> dict[str, float]:
     """One step in a process of its own."""
     done = subprocess.run(
         [sys.executable, "-c", STEP, step, str(path)],
-        env=os.environ | {"PYTHONPATH": str(REPO)},
+        env=own_env(),
         capture_output=True,
         text=True,
         check=True,

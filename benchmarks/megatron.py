@@ -11,7 +11,6 @@ saved: seconds, bytes by rank, and by how much the memory of the rank that grew 
 
 import argparse
 import json
-import os
 import random
 import subprocess
 import sys
@@ -21,7 +20,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from benchmarks._common import REPO, RESULTS, finish, machine
+from benchmarks._common import REPO, RESULTS, finish, machine, own_env
 from benchmarks._shapes import build, shape
 
 TP, SP = "tensor_model_parallel_size", "sequence_parallel"
@@ -163,14 +162,13 @@ def measure(job: dict[str, Any], scratch: Path, name: str) -> dict[str, Any]:
     """All ranks of one backend and layout; what they found, or how they failed."""
     tag = name.replace(" ", "-")
     job = job | {"store": str(scratch / f"{tag}.store"), "out": str(scratch / f"{tag}.json")}
-    env = os.environ | {"PYTHONPATH": str(REPO)}
     log = scratch / f"{tag}.log"
     with log.open("w") as out:
         ranks = [
             subprocess.Popen(
                 [sys.executable, "-m", "benchmarks.megatron", "--rank", str(r), json.dumps(job)],
                 cwd=REPO,
-                env=env,
+                env=own_env(),
                 stdout=out,
                 stderr=subprocess.STDOUT,
             )

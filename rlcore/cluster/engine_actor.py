@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rlcore.cluster.actor_logs import Line, Lines
-from rlcore.engine.launch import EngineProcess, embedded_argv
+from rlcore.engine.launch import HEALTH, EngineProcess, embedded_argv, watched_path
 from rlcore.engine.options import check_options
 from rlcore.engine.sglang import Argument, sglang_argv
 from rlcore.net import free_port, free_ports
@@ -94,6 +94,7 @@ class EngineActor:
             # Else SGLang keeps what its CUDA graphs work with.
             self._env["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "true"
         self._process: EngineProcess | None = None
+        self._watched = HEALTH
         self._mirror: MirrorServer | None = None
 
     def mirror(self) -> str:
@@ -125,6 +126,8 @@ class EngineActor:
             EngineError: it ended or did not answer in time; the text holds the end of its log.
         """
         spec, host, port = self._spec, self._host, port or free_port(self._host)
+        # The other parts of an engine on several nodes answer /health alone.
+        self._watched = HEALTH if part is not None and part.rank else watched_path(spec.engine)
         if spec.engine == "sglang":
             argv = self._sglang(weight_version, port, part)
         else:
@@ -194,8 +197,9 @@ class EngineActor:
             return "it was never started"
         if not self._process.alive():
             return f"its process ended with code {self._process.exit_code}"
-        if ask and not self._process.answers(timeout_s) and self._process.alive():
-            return f"it did not answer /health within {timeout_s:g} s"
+        path = self._watched
+        if ask and not self._process.answers(timeout_s, path) and self._process.alive():
+            return f"it did not answer {path} within {timeout_s:g} s"
         return None
 
     def stop(self, patience_s: float = 10.0) -> None:

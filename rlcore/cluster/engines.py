@@ -6,7 +6,7 @@ Invariants:
   generates with it until it has the current weights (`EnginePool` looks at the version).
 - One that somebody else started (`rollout.engine_urls`) is waited for instead, and never ended.
 - `lock` is held while engines are started again and while weights are pushed, so that neither meets
-  the other half done; and while engines are asked whether they answer, but not for their answer.
+  the other half done.
 - An engine that goes down again and again without an iteration between them ends the run.
 - What memory each holds is known here alone: a server that is told twice to give the same back
   ends. While some is given back nobody asks whether it answers, and none is started for want of
@@ -16,7 +16,6 @@ Invariants:
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Literal
 from urllib.parse import urlsplit
 
 from rlcore.cluster.engine_actor import EngineSpec
@@ -35,28 +34,12 @@ MEMORY_PATIENCE_S = 120.0
 """How long an engine may take to give memory back or to take it."""
 IDLE_PATIENCE_S = 10.0
 """How long an engine may take to see that all its requests have been answered."""
-ASKING_S = 0.25
-"""How long nothing else is done to engines that were asked whether they answer. SGLang makes a
-token at once then, and lets a second pass before it says so.
-"""
 Tags = frozenset[str]
 WEIGHTS: Tags = frozenset(("weights",))
 MEMORY: Tags = WEIGHTS | {"kv_cache", "cuda_graph"}
 """What an engine holds on its GPUs, by SGLang's names."""
 
 Refill = Callable[[Sequence[str]], Awaitable[None]]
-
-
-class Turn(asyncio.Lock):
-    """A lock that counts who had it."""
-
-    taken = 0
-
-    async def acquire(self) -> Literal[True]:
-        """See `asyncio.Lock`."""
-        await super().acquire()
-        self.taken += 1
-        return True
 
 
 class Engines:
@@ -69,7 +52,7 @@ class Engines:
             places: where each is put: the nodes of its parts.
         """
         self.urls: list[str] = []
-        self.lock = Turn()
+        self.lock = asyncio.Lock()
         self.restarts = 0
         """Since the last iteration was committed, of all engines."""
         self._spec = spec
@@ -114,22 +97,8 @@ class Engines:
         async with self.lock:
             if not (released or self._are_whole):
                 return []
-            asked = asyncio.ensure_future(self._probe_all())
-            try:
-                await asyncio.wait([asked], timeout=ASKING_S)
-            except asyncio.CancelledError:
-                asked.cancel()
-                raise
-            taken = self.lock.taken
-        down = await asked
-        if not down:
-            return []
-        async with self.lock:
-            if self.lock.taken > taken + 1:
-                # One that something was done to meanwhile may have been too busy to answer.
-                if not (released or self._are_whole):
-                    return []
-                down = await self._probe_all()
+            reasons = await gather(*(self._probe(rank) for rank in range(len(self._engines))))
+            down = {rank: reason for rank, reason in enumerate(reasons) if reason}
             await gather(*(self._restart(rank, reason) for rank, reason in down.items()))
             return [self.urls[rank] for rank in down]
 
@@ -221,11 +190,6 @@ class Engines:
         self._holds[rank] = MEMORY
         self._ended.pop(rank, None)
         return await self._engines[rank].start(port)
-
-    async def _probe_all(self) -> dict[int, str]:
-        """What is wrong with engines, of those with which something is."""
-        reasons = await gather(*(self._probe(rank) for rank in range(len(self._engines))))
-        return {rank: reason for rank, reason in enumerate(reasons) if reason}
 
     async def _probe(self, rank: int) -> str | None:
         """What is wrong with an engine; None if nothing is."""

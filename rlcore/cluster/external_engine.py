@@ -13,7 +13,7 @@ from typing import Any
 
 from rlcore.cluster.actor_logs import Line, Lines
 from rlcore.cluster.engine_actor import EngineSpec, Part
-from rlcore.engine.launch import POLL_SECONDS, answers, open_directly
+from rlcore.engine.launch import POLL_SECONDS, answers, open_directly, watched_path
 from rlcore.errors import EngineError
 
 log = logging.getLogger("sluice.engine")
@@ -61,8 +61,9 @@ class ExternalEngine:
         """What is wrong with the engine; None if it answers and was not started anew."""
         if not ask:
             return None
-        if not answers(self._url, timeout_s):
-            return f"it did not answer /health within {timeout_s:g} s"
+        path = watched_path(self._spec.engine)
+        if not answers(self._url, timeout_s, path):
+            return f"it did not answer {path} within {timeout_s:g} s"
         try:
             before, self._version = self._version, self._weight_version()
         except EngineError as error:

@@ -25,6 +25,7 @@ from rlcore.with_parent import with_parent
 
 LOG_TAIL_LINES = 20
 POLL_SECONDS = 0.05
+HEALTH = "/health"
 
 
 def embedded_argv(
@@ -103,9 +104,9 @@ class EngineProcess:
         """Whether the process runs."""
         return self._process is not None and self._process.poll() is None
 
-    def answers(self, timeout: float = 5.0) -> bool:
-        """Whether /health answers 200 within `timeout` seconds."""
-        return answers(self.url, timeout)
+    def answers(self, timeout: float = 5.0, path: str = HEALTH) -> bool:
+        """Whether `path` answers 200 within `timeout` seconds."""
+        return answers(self.url, timeout, path)
 
     def wait_healthy(self, timeout: float) -> None:
         """Return once /health answers 200; EngineError, with the end of the log, if the process
@@ -155,10 +156,19 @@ def _signal_group(pid: int, number: signal.Signals) -> None:
         os.killpg(pid, number)
 
 
-def answers(url: str, timeout: float) -> bool:
-    """Whether /health of an engine answers 200 within `timeout` seconds."""
+def watched_path(engine: str) -> str:
+    """What an engine that works is asked, again and again, to see that it still does.
+
+    SGLang's scheduler has to answer /server_info, and does at once. Its /health makes a token and
+    answers a second later; a pause that comes meanwhile waits a second more for that token.
+    """
+    return "/server_info" if engine == "sglang" else HEALTH
+
+
+def answers(url: str, timeout: float, path: str = HEALTH) -> bool:
+    """Whether `path` of an engine answers 200 within `timeout` seconds."""
     try:
-        with open_directly(f"{url}/health", timeout) as response:
+        with open_directly(f"{url}{path}", timeout) as response:
             return bool(response.status == 200)
     except (urllib.error.URLError, OSError):
         return False

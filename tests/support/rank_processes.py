@@ -18,8 +18,13 @@ def run_ranks(folder: Path, world: int, cases: list[dict[str, Any]], device: str
         subprocess.Popen([*command, str(rank), str(world), folder, folder / "job", device])
         for rank in range(world)
     ]
-    for rank in ranks:
-        rank.wait(500)
+    try:
+        for rank in ranks:
+            rank.wait(500)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
 
 
 def results(folder: Path, name: str, world: int) -> list[dict[str, Any]]:
