@@ -20,7 +20,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from benchmarks._common import REPO, RESULTS, finish, machine, own_env
+from benchmarks._common import REPO, RESULTS, finish, machine, own_env, say
 from benchmarks._shapes import build, shape
 
 TP, SP = "tensor_model_parallel_size", "sequence_parallel"
@@ -83,7 +83,7 @@ def rank_main(job: dict[str, Any], rank: int) -> None:
         if device == "cuda":
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - began)
-    saving = save(trainer, Path(job["out"]).with_suffix(".state"))
+    saving = save(trainer, Path(job["out"]).with_suffix(".state")) if job["saves"] else None
     if rank == 0:
         found = {
             "seconds": seconds[job["warm"] :],
@@ -199,6 +199,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--warm", type=int, default=2)
     parser.add_argument("--checkpointing", action="store_true")
+    parser.add_argument("--no-save", dest="saves", action="store_false", help="leave states out")
     parser.add_argument("--result", type=Path)
     args = parser.parse_args()
     if cuda and torch.cuda.device_count() < args.gpus:
@@ -213,12 +214,12 @@ def main() -> int:
             "world": args.gpus,
             "vocab": shape(args.shape).vocab_size,
             **{k: getattr(args, k) for k in ("sequences", "length", "micro_tokens")},
-            **{k: getattr(args, k) for k in ("steps", "warm", "checkpointing")},
+            **{k: getattr(args, k) for k in ("steps", "warm", "checkpointing", "saves")},
         }
-        found = {
-            name: measure(job | {"backend": backend, "layout": layout}, scratch, name)
-            for name, (backend, layout) in LAYOUTS[args.gpus].items()
-        }
+        found = {}
+        for name, (backend, layout) in LAYOUTS[args.gpus].items():
+            found[name] = measure(job | {"backend": backend, "layout": layout}, scratch, name)
+            say(f"{name}: {json.dumps(found[name])}")
     ours = [v.get("tokens_a_second", 0.0) for k, v in found.items() if k.startswith("megatron")]
     theirs = next(v for k, v in found.items() if k.startswith("fsdp")).get("tokens_a_second", 0.0)
     result = {
