@@ -176,7 +176,7 @@ def measure(job: dict[str, Any], scratch: Path, name: str) -> dict[str, Any]:
         ]
         codes = [rank.wait() for rank in ranks]
     if any(codes):
-        return {"failed": log.read_text()[-1500:]}
+        return {"failed": log.read_text()[-5000:]}
     found: dict[str, Any] = json.loads(Path(job["out"]).read_text())
     median = sorted(found["seconds"])[len(found["seconds"]) // 2]
     return found | {"tokens_a_second": round(found["tokens"] / median, 1)}

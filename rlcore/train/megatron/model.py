@@ -136,7 +136,9 @@ def build_model(
     if arch.is_latent and layout.tensor_parallel > 1:
         for layer in model.decoder.layers:
             _whole_down_projections(layer.self_attention, config)
-    model = model.to(getattr(torch, dtype))
+    # Norms, routers and what else is not a projection of megatron-core's are made on the CPU.
+    device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
+    model = model.to(device, getattr(torch, dtype))
     lay_together(model)
     return model
 
@@ -383,8 +385,7 @@ class WholeLinear(torch.nn.Module):
     def __init__(self, config: TransformerConfig, size: int, shared: int = 0) -> None:
         super().__init__()
         weight = torch.empty(size, config.hidden_size, dtype=config.params_dtype)
-        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
-        self.weight = torch.nn.Parameter(weight.to(device))
+        self.weight = torch.nn.Parameter(weight)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         # With sequence parallelism, gathering tokens adds up their gradients.
         self.shared = 0 if config.sequence_parallel else shared
