@@ -52,6 +52,8 @@ def serving(
     engine.start(argv, log, env)
     try:
         engine.wait_healthy(START_S)
+        if sglang is not None:
+            engine.keep_loaded()
         say("the engine answers")
         yield engine.url
     finally:

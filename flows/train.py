@@ -26,6 +26,7 @@ from flows.operation.deployed import (
 from flows.operation.leftovers import root_tag, take_over
 from flows.reporting.logs import logs_to_prefect
 from flows.reporting.report import Reporter, report_failure
+from rlcore.collector import keep_loaded
 from rlcore.config import RunConfig
 from rlcore.config.load import dotted
 from rlcore.errors import ClusterError, Conflict, Fenced
@@ -125,6 +126,7 @@ async def walk(run: Run, client: PrefectClient, own: UUID) -> dict[str, Any]:
     await take_over(client, run.config, own)
     metrics: dict[str, float] = {}
     last = run.config.train.num_iterations
+    keep_loaded()
     async with Reporter(run, client, own) as report:
         for i in range(run.first_uncommitted(), last):
             await wait_for_api(client)

@@ -14,6 +14,8 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from contextlib import nullcontext
 from typing import Any
 
+from rlcore.collector import keep_loaded
+
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
@@ -33,6 +35,7 @@ def create_app() -> App:
     from prefect.settings import PREFECT_API_DATABASE_CONNECTION_URL
 
     app: App = create_app()
+    keep_loaded()
     on_sqlite = str(PREFECT_API_DATABASE_CONNECTION_URL.value()).startswith("sqlite")
     return TriesAgain(app) if on_sqlite else app
 

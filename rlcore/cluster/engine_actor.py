@@ -147,6 +147,8 @@ class EngineActor:
         path = Path(spec.log_dir) / f"{name}.log"
         self._process.start(argv, path, self._env)
         self._process.wait_healthy(spec.start_timeout_s)
+        if self._watched != HEALTH:
+            self._process.keep_loaded()
         log.info("%s engine at %s, log in %s", spec.engine, self._process.url, path)
         return self._process.url
 

@@ -8,7 +8,6 @@ Invariants:
 """
 
 import asyncio
-import gc
 import logging
 import time
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlcore.cluster.actor_logs import Line, Lines, shown
 from rlcore.cluster.rollout_plan import Loaded, RolloutPlan, StageReport, load
+from rlcore.collector import keep_loaded
 from rlcore.errors import EngineError, Fenced
 from rlcore.rollout.buffer import Group, read_buffer, write_buffer
 from rlcore.rollout.demonstrate import demonstrate
@@ -106,9 +106,7 @@ class RolloutActor:
             DataError, ConfigError: they cannot be loaded.
         """
         data = (await self._loaded()).dataset
-        # What is loaded now stays: looking through it for garbage would cost 10 ms a rollout.
-        gc.collect()
-        gc.freeze()
+        keep_loaded()
         return {"rows": len(data), "skipped": data.skipped, "too_long": data.too_long}
 
     async def set_engines(self, urls: list[str]) -> None:

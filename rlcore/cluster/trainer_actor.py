@@ -11,7 +11,6 @@ Invariants:
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import shutil
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlcore.cluster.actor_logs import Line, Lines, shown
+from rlcore.collector import keep_loaded
 from rlcore.config.tree import AlgorithmConfig, MegatronTable, ModelConfig, Scalar, TrainConfig
 from rlcore.errors import Corrupt, Fenced, TrainError
 from rlcore.images.processor import takes_images
@@ -183,9 +183,7 @@ class TrainerActor:
         """Build the trainer from the starting model, with a fresh optimizer."""
         self._check(epoch)
         self._build().load(Path(self._spec.model_folder), state_id)
-        # What is loaded now stays: looking through it for garbage would cost 0.2 s now and then.
-        gc.collect()
-        gc.freeze()
+        keep_loaded()
 
     def restore(self, epoch: int, saved: SavedState, state_id: str) -> None:
         """Take over a saved state, of whatever number of ranks.

@@ -26,6 +26,7 @@ from rlcore.with_parent import with_parent
 LOG_TAIL_LINES = 20
 POLL_SECONDS = 0.05
 HEALTH = "/health"
+KEEP_LOADED_S = 30.0
 
 
 def embedded_argv(
@@ -103,6 +104,17 @@ class EngineProcess:
     def alive(self) -> bool:
         """Whether the process runs."""
         return self._process is not None and self._process.poll() is None
+
+    def keep_loaded(self) -> None:
+        """Have all processes of SGLang do what `rlcore.collector.keep_loaded` does; EngineError if
+        it does not say that it does.
+        """
+        try:
+            open_directly(f"{self.url}/freeze_gc", KEEP_LOADED_S).close()
+        except (urllib.error.URLError, OSError) as error:
+            raise EngineError(
+                f"The engine at {self.url} does not answer /freeze_gc: {error}. {self._log_tail()}"
+            ) from error
 
     def answers(self, timeout: float = 5.0, path: str = HEALTH) -> bool:
         """Whether `path` answers 200 within `timeout` seconds."""

@@ -1,7 +1,6 @@
 """From a command line to a serving process."""
 
 import argparse
-import gc
 import logging
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import psutil
 import torch
 import uvicorn
 
+from rlcore.collector import keep_loaded
 from rlcore.engine.embedded.adapter import Adapters
 from rlcore.engine.embedded.calibrate import calibrate
 from rlcore.engine.embedded.protocol import Limits, See, blind
@@ -101,9 +101,7 @@ def serve(arguments: argparse.Namespace) -> int:
     torch.set_num_threads(arguments.threads)
     service = build_service(arguments)
     service.scheduler.start()
-    # What is loaded now stays: looking through it all for garbage would cost 0.2 s again and again.
-    gc.collect()
-    gc.freeze()
+    keep_loaded()
     log.info("serving %s on http://%s:%d", arguments.model_path, arguments.host, arguments.port)
     uvicorn.run(
         build_app(service),
