@@ -53,6 +53,7 @@ from rlcore.train.fsdp.context import (
     register_context,
 )
 from rlcore.train.fsdp.experts import ExpertLoad
+from rlcore.train.fsdp.lone import reduce_in_place
 from rlcore.train.fsdp.on_policy import engine_log_probs
 from rlcore.train.offload import own_storages
 from rlcore.train.trainer import DType
@@ -298,6 +299,8 @@ def shard(
     for unit in units(layers):
         fully_shard(unit, mesh=mesh, reshard_after_forward=True, mp_policy=mixed)
     fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=mixed)
+    if mesh.size() == 1:
+        reduce_in_place(module.modules())
     # Buffers (rotary frequencies) are not FSDP's to move.
     device = current_device(mesh.device_type)
     for part in module.modules():
