@@ -19,6 +19,8 @@ from typing import Any
 
 import psutil
 
+from rlcore.with_parent import with_parent
+
 REPO = Path(__file__).parents[1]
 RESULTS = Path(__file__).with_name("results")
 SLUICE = [sys.executable, "-m", "flows.cli"]
@@ -132,7 +134,9 @@ def beside(
     """
     with log.open("wb") as out:
         given = {"stdout": out, "stderr": out} | streams
-        process = subprocess.Popen(list(argv), env=own_env(), cwd=REPO, process_group=0, **given)
+        # A time limit ends this process without a word; it must not leave a run on the GPU.
+        command = with_parent([str(part) for part in argv])
+        process = subprocess.Popen(command, env=own_env(), cwd=REPO, process_group=0, **given)
         try:
             yield process
         finally:

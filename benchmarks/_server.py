@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from benchmarks._common import own_env, say
-from rlcore.engine.launch import EngineProcess, embedded_argv
+from rlcore.engine.launch import EngineProcess, embedded_argv, visible_gpu
 from rlcore.engine.sglang import sglang_argv
 from rlcore.net import free_port
 
@@ -48,7 +48,7 @@ def serving(
     say(f"starting the engine: {' '.join(argv)}")
     env = {"PYTHONPATH": own_env()["PYTHONPATH"]}
     if gpu is not None:
-        env["CUDA_VISIBLE_DEVICES"] = str(gpu)
+        env["CUDA_VISIBLE_DEVICES"] = visible_gpu(gpu)
     engine.start(argv, log, env)
     try:
         engine.wait_healthy(START_S)

@@ -8,6 +8,7 @@ Run: python -m benchmarks._shapes SHAPE FOLDER SEED
 """
 
 import json
+import os
 import random
 import subprocess
 import sys
@@ -42,10 +43,16 @@ def shape(name: str) -> Architecture:
 
 
 def build(name: str, folder: Path, seed: int = 0) -> Path:
-    """Write a model folder, in a process of its own that leaves no GPU memory behind."""
-    if not (folder / "config.json").exists():
-        argv = [sys.executable, "-m", "benchmarks._shapes", name, str(folder), str(seed)]
+    """Write a model folder, in a process of its own that leaves no GPU memory behind; where
+    SLUICE_BENCH_MODELS names a folder, into that, once for all benchmarks.
+    """
+    if kept := os.environ.get("SLUICE_BENCH_MODELS"):
+        folder = Path(kept) / f"{name}-{seed}"
+    if not folder.exists():
+        part = folder.with_name(f"{folder.name}.{os.getpid()}")
+        argv = [sys.executable, "-m", "benchmarks._shapes", name, str(part), str(seed)]
         subprocess.run(argv, cwd=REPO, check=True, timeout=BUILD_S)
+        part.rename(folder)
     return folder
 
 

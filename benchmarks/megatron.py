@@ -4,9 +4,10 @@
     python -m benchmarks.megatron --shape qwen3-4B --gpus 2
 
 Each backend and layout runs in processes of its own, one a GPU, on a model of a published shape
-with random weights; without a GPU the shape is `tiny` and the device the CPU. Then the state is
-saved: seconds, bytes by rank, and by how much the memory of the rank that grew most grew. Writes
-`results/megatron-SHAPE-GPUS.json`. Goal: at one GPU Megatron is at least as fast as FSDP2.
+with random weights; without a GPU the shape is `tiny` and the device the CPU. With `--save` the
+state is saved then: seconds, bytes by rank, and by how much the memory of the rank that grew most
+grew. Writes `results/megatron-SHAPE-GPUS.json`. Goal: at one GPU Megatron is at least as fast as
+FSDP2.
 """
 
 import argparse
@@ -20,7 +21,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from benchmarks._common import REPO, RESULTS, finish, machine, own_env, say
+from benchmarks._common import REPO, RESULTS, finish, keep, machine, own_env, say
 from benchmarks._shapes import build, shape
 
 TP, SP = "tensor_model_parallel_size", "sequence_parallel"
@@ -56,7 +57,7 @@ def rank_main(job: dict[str, Any], rank: int) -> None:
         store=dist.FileStore(job["store"], world),
         rank=rank,
         world_size=world,
-        timeout=timedelta(minutes=10),
+        timeout=timedelta(minutes=2),
     )
     trainer = make_trainer(
         TrainConfig(
@@ -174,7 +175,14 @@ def measure(job: dict[str, Any], scratch: Path, name: str) -> dict[str, Any]:
             )
             for r in range(job["world"])
         ]
-        codes = [rank.wait() for rank in ranks]
+        try:
+            # One that has failed leaves the others waiting for it.
+            while None in (codes := [rank.poll() for rank in ranks]) and not any(codes):
+                time.sleep(0.1)
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.wait()
     if any(codes):
         return {"failed": log.read_text()[-5000:]}
     found: dict[str, Any] = json.loads(Path(job["out"]).read_text())
@@ -199,11 +207,12 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--warm", type=int, default=2)
     parser.add_argument("--checkpointing", action="store_true")
-    parser.add_argument("--no-save", dest="saves", action="store_false", help="leave states out")
+    parser.add_argument("--save", dest="saves", action="store_true", help="measure states, too")
     parser.add_argument("--result", type=Path)
     args = parser.parse_args()
     if cuda and torch.cuda.device_count() < args.gpus:
         raise SystemExit(f"--gpus {args.gpus}, and there are {torch.cuda.device_count()}")
+    out = args.result or RESULTS / f"megatron-{args.shape}-{args.gpus}.json"
     facts = machine("torch", "transformers", "megatron-core")
     facts["gpu"] = torch.cuda.get_device_name() if cuda else None
     with tempfile.TemporaryDirectory() as folder:
@@ -220,6 +229,7 @@ def main() -> int:
         for name, (backend, layout) in LAYOUTS[args.gpus].items():
             found[name] = measure(job | {"backend": backend, "layout": layout}, scratch, name)
             say(f"{name}: {json.dumps(found[name])}")
+            keep({"machine": facts, "found": found, "met": False}, out)
     ours = [v.get("tokens_a_second", 0.0) for k, v in found.items() if k.startswith("megatron")]
     theirs = next(v for k, v in found.items() if k.startswith("fsdp")).get("tokens_a_second", 0.0)
     result = {
@@ -231,7 +241,6 @@ def main() -> int:
         "goal": "the fastest layout of Megatron has at least FSDP2's tokens a second",
         "met": max(ours) >= theirs > 0,
     }
-    out = args.result or RESULTS / f"megatron-{args.shape}-{args.gpus}.json"
     return finish(result, out)
 
 

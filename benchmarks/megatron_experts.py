@@ -91,7 +91,7 @@ def main() -> int:
             "steps": args.steps,
             "warm": args.warm,
             "checkpointing": False,
-            "saves": True,
+            "saves": False,
             **batch,
         }
         found = {

@@ -18,6 +18,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -198,21 +199,27 @@ class Bare:
         await self._http.aclose()
 
 
-async def measure(size: Size, model: Path, folder: Path, url: str, repeats: int) -> dict[str, Any]:
-    """Turn by turn, the first turn of each to warm up."""
+async def measure(
+    size: Size, model: Path, folder: Path, url: str, repeats: int, note: Callable[..., None]
+) -> dict[str, Any]:
+    """Turn by turn, the first turn of each to warm up; `note` is given what there is so far."""
     ours = Ours(size, model, folder)
     await ours.start(url)
     bare = Bare(size, ours, url)
     taken: list[dict[str, float]] = []
+    ways = ["one", "each"]
     try:
         for turn in range(repeats + 1):
             await bare.flush()
             one = await ours.turn()
-            for calls in ("one", "each"):
+            for calls in ways:
                 await bare.flush()
                 one[f"bare_{calls}"] = await bare.turn(calls)
             say(f"turn {turn}: " + ", ".join(f"{name} {s:.3f} s" for name, s in one.items()))
+            # The way that takes longer is left.
+            ways = [min(ways, key=lambda calls: one[f"bare_{calls}"])]
             taken.append(one)
+            note(figures(size, taken[1:] or taken))
     finally:
         await bare.close()
         await ours.close()
@@ -221,15 +228,16 @@ async def measure(size: Size, model: Path, folder: Path, url: str, repeats: int)
 
 def figures(size: Size, taken: list[dict[str, float]]) -> dict[str, Any]:
     """Rates, and the share of the bare client's."""
-    seconds = {name: [turn[name] for turn in taken] for name in taken[0]}
-    raw = min(statistics.median(seconds[name]) for name in ("bare_one", "bare_each"))
+    seconds = {name: [turn[name] for turn in taken] for name in taken[-1]}
+    raw = min(statistics.median(each) for name, each in seconds.items() if name.startswith("bare"))
     return {
         "requests": size.requests,
         "new_tokens": size.new_tokens,
         "seconds": {name: spread(each) for name, each in seconds.items()},
         "tokens_per_s": {
             name: round(size.tokens / statistics.median(seconds[name]))
-            for name in ("sluice", "generate", "bare_one", "bare_each")
+            for name in seconds
+            if name != "write"
         },
         "committed_of_bare": round(raw / statistics.median(seconds["sluice"]), 4),
         "generated_of_bare": round(raw / statistics.median(seconds["generate"]), 4),
@@ -266,9 +274,13 @@ def main() -> int:
             with serving(model, log, sglang=sglang, context=context) as url:
                 for k, size in enumerate(sizes):
                     say(f"{size.requests} requests of {size.new_tokens} tokens")
-                    work = measure(size, model, folder / str(k), url, args.repeats)
+                    done = list(result["sizes"])
+
+                    def note(found: dict[str, Any], done: list[dict[str, Any]] = done) -> None:
+                        keep(result | {"sizes": [*done, found]}, args.result)
+
+                    work = measure(size, model, folder / str(k), url, args.repeats, note)
                     result["sizes"].append(asyncio.run(work))
-                    keep(result, args.result)
         except Exception as error:
             result["errors"]["rollout"] = f"{type(error).__name__}: {error}"
             say(f"failed: {error}\n{tail(log, 60)}")

@@ -1,9 +1,9 @@
 """Seconds of a weight sync by transport: from the engine's pause to its first token after it.
 
-This process is the trainer, with float32 master weights; the engine begins with other weights, so
-that a sync which does nothing fails at its canary. As in a run, nothing is generated when a sync
-begins and generation waits for the canary: `pause_to_first_token` is the sync's own `paused` and
-`canary`, and a request for one token after them.
+This process is the trainer, with float32 master weights, which change before each transport's
+turns, so that a sync which does nothing fails at its canary. As in a run, nothing is generated when
+a sync begins and generation waits for the canary: `pause_to_first_token` is the sync's own `paused`
+and `canary`, and a request for one token after them.
 
 - tensor: CUDA IPC, engine and trainer on one GPU;
 - disk: a folder, likewise;
@@ -18,6 +18,7 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
@@ -45,20 +46,34 @@ def make_trainer(model: Path, cuda: bool) -> Any:
     import torch.distributed as dist
 
     from rlcore.train.fsdp.trainer import FsdpTrainer
+    from rlcore.train.ranks import share_as_sglang
 
     if not dist.is_initialized():
         for library in ("GLOO", "NCCL"):
             os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
+        share_as_sglang()
         if cuda:
             torch.cuda.set_device(0)
         store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, timeout=timedelta(seconds=60))
         backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
-    train = TrainConfig(precision="bfloat16" if cuda else "float32")
+    train = TrainConfig(precision="bfloat16" if cuda else "float32", torch_compile=False)
     device = "cuda" if cuda else "cpu"
     trainer = FsdpTrainer(train, AlgorithmConfig(), temperature=1.0, seed=0, device=device)
     trainer.load(model, "start")
     return trainer
+
+
+def change(trainer: Any) -> None:
+    """Weights that no engine has yet."""
+    import torch
+
+    from rlcore.train.fsdp.state import held
+
+    with torch.no_grad():
+        for _, parameter in trainer._held()[0].weights():
+            own = held(parameter.detach())
+            own.add_(torch.randn_like(own), alpha=0.02)
 
 
 def first_token(url: str) -> float:
@@ -83,27 +98,29 @@ def one_sync(trainer: Any, sync: WeightSync, spec: SyncSpec) -> dict[str, float]
 class Shape:
     """All transports of one shape."""
 
-    def __init__(self, name: str, folder: Path, args: argparse.Namespace) -> None:
-        self.name, self.folder, self._args = name, folder, args
+    def __init__(
+        self, name: str, folder: Path, args: argparse.Namespace, note: Callable[[], object]
+    ) -> None:
+        """`note` is called with each transport's figures there."""
+        self.name, self.folder, self._args, self._note = name, folder, args, note
         self._cuda = not args.tiny
         self.figures: dict[str, Any] = {}
         self.errors: dict[str, str] = {}
 
     def run(self) -> None:
-        """Build the models, start the engines, measure each transport."""
+        """Build the model, start the engines, measure each transport."""
         self.folder.mkdir()
-        say(f"{self.name}: building two models")
+        say(f"{self.name}: building the model")
         model = _shapes.build(self.name, self.folder / "model", seed=0)
-        other = _shapes.build(self.name, self.folder / "other", seed=1)
         with ExitStack() as stack:
-            near = self._engine(stack, other, 0)
+            near = self._engine(stack, model, 0)
             trainer = make_trainer(model, self._cuda)
             say(f"{self.name}: trainer loaded, {_gigabytes(trainer)}")
             for transport in self._near():
                 self._measure(trainer, near, model, transport)
         if self._cuda and _gpus() > 1:
             with ExitStack() as stack:
-                far = self._engine(stack, other, 1)
+                far = self._engine(stack, model, 1)
                 self._measure(trainer, far, model, "distributed")
         elif self._cuda:
             self.errors["distributed"] = "left out: it needs two GPUs"
@@ -129,6 +146,7 @@ class Shape:
     def _measure(self, trainer: Any, url: str, model: Path, transport: TransportName) -> None:
         sync = WeightSync(0)
         taken = []
+        change(trainer)
         try:
             for turn in range(self._args.repeats + 1):
                 spec = self._spec(url, model, transport, f"{transport}{turn}")
@@ -143,6 +161,7 @@ class Shape:
         if rest := taken[1:]:
             found = {name: spread([one[name] for one in rest]) for name in rest[0]}
             self.figures[transport] = {"first": taken[0], **found}
+            self._note()
 
     def _spec(self, url: str, model: Path, transport: TransportName, version: str) -> SyncSpec:
         return SyncSpec(
@@ -205,14 +224,14 @@ def main() -> int:
     }
     with tempfile.TemporaryDirectory(prefix="sluice-sync-") as folder:
         for name in names:
-            shape = Shape(name, Path(folder) / name, args)
+            shape = Shape(name, Path(folder) / name, args, lambda: keep(result, args.result))
+            result["shapes"][name] = shape.figures
             try:
                 shape.run()
             except Exception as error:
                 shape.errors["all"] = f"{type(error).__name__}: {error}"
                 say(f"{name} failed: {error}")
             _give_back()
-            result["shapes"][name] = shape.figures
             result["errors"][name] = shape.errors
             result["met"] = met(result["shapes"])
             keep(result, args.result)

@@ -43,11 +43,13 @@ def rank_main(job: dict[str, Any], rank: int) -> None:
 
     from rlcore.config.tree import AlgorithmConfig, TrainConfig
     from rlcore.train.make import make_trainer
+    from rlcore.train.ranks import share_as_sglang
     from rlcore.weights.sync import WeightSync
 
     cuda = job["device"] == "cuda"
     for library in ("GLOO", "NCCL"):
         os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
+    share_as_sglang()
     if cuda:
         torch.cuda.set_device(rank)
     else:

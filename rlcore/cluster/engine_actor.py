@@ -20,8 +20,10 @@ from rlcore.weights.delta.server import MirrorServer, MirrorSpec
 log = logging.getLogger("sluice.engine")
 
 
-MEETING_PORTS = 7
-"""Ports that a server takes from the one at which its processes meet, as SGLang counts them."""
+MEETING_PORTS = 14
+"""Ports that a server takes from the one at which its processes meet, as SGLang counts them, that
+of data-parallel attention included.
+"""
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,8 @@ class EngineActor:
         if spec.releases_memory:
             # Else SGLang keeps what its CUDA graphs work with.
             self._env["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "true"
+            # A router asks for /health, which would generate with memory that was given back.
+            self._env["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "false"
         self._process: EngineProcess | None = None
         self._watched = HEALTH
         self._mirror: MirrorServer | None = None

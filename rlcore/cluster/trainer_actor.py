@@ -34,6 +34,7 @@ from rlcore.store.manifest import FileRef
 from rlcore.store.objects import Objects
 from rlcore.train.determinism import make_deterministic
 from rlcore.train.make import make_trainer
+from rlcore.train.ranks import share_as_sglang
 from rlcore.train.trainer import DType, Lora, StateDigest, TrainReport
 from rlcore.weights.sync import SyncReport, SyncSpec, WeightSync
 
@@ -146,6 +147,7 @@ class TrainerActor:
         if (interface := interface_of(own_address(address))) is not None:
             for library in ("GLOO", "NCCL"):
                 os.environ.setdefault(f"{library}_SOCKET_IFNAME", interface)
+        share_as_sglang()
         cuda = self._spec.device == "cuda"
         if cuda:
             torch.cuda.set_device(0)

@@ -29,6 +29,7 @@ OWN_ARGUMENTS = {
     "nccl_init_addr": "",
     "base_gpu_id": "",
     "gpu_id_step": "",
+    "tokenizer_worker_num": "",
     "config": "",
 }
 """Arguments of SGLang's server that a run sets by itself, and the settings that they follow."""

@@ -168,6 +168,12 @@ def _signal_group(pid: int, number: signal.Signals) -> None:
         os.killpg(pid, number)
 
 
+def visible_gpu(number: int) -> str:
+    """What CUDA_VISIBLE_DEVICES of a process that is started calls a GPU that we see."""
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return seen.split(",")[number] if seen else str(number)
+
+
 def watched_path(engine: str) -> str:
     """What an engine that works is asked, again and again, to see that it still does.
 

@@ -540,8 +540,8 @@ def speculation(meta: Mapping[str, Any]) -> dict[str, int]:
     found = {
         own: int(meta[theirs])
         for own, theirs in (
-            ("accept_token_num", "spec_accept_token_num"),
-            ("draft_token_num", "spec_draft_token_num"),
+            ("accept_token_num", "spec_num_correct_drafts"),
+            ("draft_token_num", "spec_num_proposed_drafts"),
             ("verify_ct", "spec_verify_ct"),
         )
         if meta.get(theirs) is not None

@@ -6,8 +6,8 @@ Invariants:
 - Until the last bucket is in, the engines report the version with `PARTIAL` behind it.
 - The group lasts from sync to sync as long as its engines are the same and none was started again;
   after any failure it is given up, and the next sync makes a new one.
-- A member that is gone or hangs ends the sync with an error that names it, and no other member
-  waits for it.
+- A member that is gone or hangs ends the sync with an error that names it. An SGLang engine that
+  still waits for it answers no more, and is started again by whoever watches it.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ Invariants:
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 Backend = Literal["gloo", "nccl"]
 JOIN_S = 60.0
 SEND_S = 120.0
+POLL_S = 0.0005
 DEVICES: dict[str, str] = {"gloo": "cpu", "nccl": "cuda"}
 """Where the tensors of a backend lie."""
 
@@ -72,6 +74,12 @@ class WeightGroup:
             # Not every backend knows numbers of 8 bits; their bytes are what travels.
             whole = [t.view(torch.uint8) if t.itemsize == 1 else t for t in tensors]
             works += [group.broadcast([tensor], options) for tensor in whole]
+            until = time.monotonic() + SEND_S
+            # NCCL's own limit would end the process.
+            while self.device == "cuda" and works and not works[-1].is_completed():
+                if time.monotonic() > until:
+                    raise RuntimeError(f"a member did not take the tensors within {SEND_S:g} s")
+                time.sleep(POLL_S)
             while works:
                 works.pop(0).wait()
             if self.device == "cuda":
@@ -158,5 +166,5 @@ def _nccl(store: Store, rank: int, meeting: Meeting) -> Any:
     from torch.distributed import ProcessGroupNCCL
 
     options = ProcessGroupNCCL.Options()
-    options._timeout = timedelta(seconds=SEND_S)
+    options._timeout = timedelta(seconds=3 * SEND_S)
     return ProcessGroupNCCL(store, rank, meeting.world_size, options)

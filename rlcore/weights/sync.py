@@ -239,8 +239,10 @@ class WeightSync:
         except BaseException:
             # The first error is the one to tell; an engine that cannot go on is found by its own.
             with contextlib.suppress(EngineError):
-                # Nothing goes on with weights of which some are old.
-                await together(*(e.pause("abort") for e in engines))
+                # Nothing goes on with weights of which some are old. What is paused in place ends
+                # once it goes on: SGLang's pause would wait for it, and the resumption for that.
+                in_place = spec.pause_mode == "in_place"
+                await together(*(e.abort() if in_place else e.pause("abort") for e in engines))
             with contextlib.suppress(EngineError):
                 await together(*(e.resume() for e in engines))
             raise

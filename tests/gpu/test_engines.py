@@ -3,6 +3,7 @@
 Run on a machine with a GPU and the extra `gpu`; skipped elsewhere.
 """
 
+import asyncio
 import importlib.util
 import runpy
 from collections.abc import Callable, Iterator
@@ -70,20 +71,20 @@ def test_arguments_are_those_of_the_installed_server() -> None:
         check_options({"mem_fraction_statik": 0.2})
 
 
-async def test_deterministic_inference_gives_the_same_tokens_in_any_company(start: Start) -> None:
+def test_deterministic_inference_gives_the_same_tokens_in_any_company(start: Start) -> None:
     engine, _ = start(enable_deterministic_inference=True)
     seeds = list(range(40))
-    together = await answers(engine.url, seeds)
-    assert await answers(engine.url, seeds) == together
-    alone = [(await answers(engine.url, [seed]))[0] for seed in seeds[:4]]
+    together = asyncio.run(answers(engine.url, seeds))
+    assert asyncio.run(answers(engine.url, seeds)) == together
+    alone = [asyncio.run(answers(engine.url, [seed]))[0] for seed in seeds[:4]]
     assert alone == together[:4]
     assert len({tuple(tokens) for tokens in together}) > 1
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU; this needs two")
-async def test_a_layer_may_be_cut_over_two_gpus(start: Start) -> None:
+def test_a_layer_may_be_cut_over_two_gpus(start: Start) -> None:
     engine, _ = start(tp=2)
-    [tokens] = await answers(engine.url, [1])
+    [tokens] = asyncio.run(answers(engine.url, [1]))
     assert len(tokens) == 32
 
 

@@ -18,7 +18,7 @@ from real_runs import REPO
 
 from rlcore.config.algorithm import AlgorithmConfig
 from rlcore.config.tree import TrainConfig
-from rlcore.engine.launch import EngineProcess
+from rlcore.engine.launch import EngineProcess, visible_gpu
 from rlcore.engine.sglang import sglang_argv
 from rlcore.net import free_port
 from rlcore.rollout.client import EngineClient, GenerateRequest
@@ -63,7 +63,7 @@ def serving(model: Path, gpu: int, folder: Path, **more: Any) -> Iterator[str]:
     port = free_port()
     engine = EngineProcess(port)
     argv = sglang_argv(model, port, dtype="bfloat16", extra=SERVER | more)
-    engine.start(argv, folder / "engine.log", {"CUDA_VISIBLE_DEVICES": str(gpu)})
+    engine.start(argv, folder / "engine.log", {"CUDA_VISIBLE_DEVICES": visible_gpu(gpu)})
     try:
         engine.wait_healthy(400)
         yield engine.url
@@ -86,7 +86,7 @@ def trainer(models: dict[str, Path]) -> Iterator[Any]:
 
     torch.cuda.set_device(0)
     with one_rank("cuda"):
-        train = TrainConfig(precision="bfloat16")
+        train = TrainConfig(precision="bfloat16", torch_compile=False)
         made = FsdpTrainer(train, AlgorithmConfig(), temperature=1.0, seed=0, device="cuda")
         made.load(models["trained"], "start")
         yield made

@@ -59,6 +59,7 @@ class Buffers:
             config = replace(config, use_distributed_optimizer=False, **off)
         self.divided = config.use_distributed_optimizer
         self._config = config
+        self._finished = False
         with without_cuda():
             self._wrapped = [_wrapped(chunk, config, k > 0) for k, chunk in enumerate(chunks)]
         functions = [ddp.no_sync for ddp in self._wrapped]
@@ -100,6 +101,7 @@ class Buffers:
                     # The first step finds out which gradients a bucket must wait for.
                     group.start_grad_sync()
                 group.finish_grad_sync()
+        self._finished = True
 
     def send(self) -> None:
         """The spans of all ranks have new weights: gather them, or leave that to the next forward
@@ -125,9 +127,11 @@ class Buffers:
             if group.grad_reduce_handle is not None:
                 group.grad_reduce_handle.wait()
                 group.grad_reduce_handle = None
-            if len(group.per_param_grad_ready_counts) < len(group.params):
-                # A pass that broke off says nothing of how many there are.
+            counts = group.per_param_grad_ready_counts
+            if not self._finished or len(counts) < len(group.params):
+                # A pass that broke off, or was none of a step, says nothing of how many there are.
                 group.per_param_grad_ready_counts = {}
+        self._finished = False
         for ddp in self._wrapped:
             ddp.zero_grad_buffer()
 

@@ -86,7 +86,7 @@ class GroupedExperts(SequentialMLP):
             # Who has weights come in before a module is called waits for them now.
             for hook in projection._forward_pre_hooks.values():
                 hook(projection, ())
-        ends = counts.to(hidden.device).cumsum(0, dtype=torch.int32)
+        ends = counts.to(hidden.device, non_blocking=True).cumsum(0, dtype=torch.int32)
         gate, up = _products(hidden, first, ends).chunk(2, -1)
         mixed = (functional.silu(gate) * up * probs[:, None]).to(hidden.dtype)
         return _products(mixed, second, ends), None

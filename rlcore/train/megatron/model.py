@@ -10,6 +10,7 @@ sampled.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -409,6 +410,8 @@ class SandwichLayer(TransformerLayer):
         self.post_mlp_layernorm = RmsNorm(config, size, eps)
         self.self_attn_bda = self._normed(self.post_self_attn_layernorm)
         self.mlp_bda = self._normed(self.post_mlp_layernorm)
+        # megatron-core's turns gradients on, also where nothing is to be passed back.
+        self.bias_dropout_add_exec_handler = nullcontext
 
     @staticmethod
     def _normed(norm: torch.nn.Module) -> Any:

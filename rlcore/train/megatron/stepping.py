@@ -127,8 +127,7 @@ class HostSteps:
 
     def step(self, lr: float) -> None:
         """Masters, moments and weights follow the gradients."""
-        if self._side is not None:
-            self._side.wait_stream(torch.cuda.current_stream(self._side.device))
+        self._follow()
         for number, run in enumerate(self.runs):
             if number == 0:
                 self._bring(0)
@@ -140,9 +139,15 @@ class HostSteps:
 
     def hand_over(self) -> None:
         """Weights become their masters, rounded."""
+        self._follow()
         for number in range(len(self.runs)):
             self._send(number)
         self._behind()
+
+    def _follow(self) -> None:
+        """What is copied comes behind what has been computed."""
+        if self._side is not None:
+            self._side.wait_stream(torch.cuda.current_stream(self._side.device))
 
     def _bring(self, number: int) -> None:
         slot = self._slots[number % 2]

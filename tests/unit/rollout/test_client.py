@@ -199,7 +199,7 @@ async def test_prompt_log_probs_are_those_of_all_tokens_but_the_first(
 
 
 def test_what_an_answer_says_of_speculation() -> None:
-    meta = {"spec_accept_token_num": 5, "spec_draft_token_num": 8, "spec_verify_ct": 3}
+    meta = {"spec_num_correct_drafts": 5, "spec_num_proposed_drafts": 8, "spec_verify_ct": 3}
     assert speculation(meta | {"completion_tokens": 9}) == {
         "accept_token_num": 5,
         "draft_token_num": 8,
