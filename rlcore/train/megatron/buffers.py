@@ -60,6 +60,9 @@ class Buffers:
         self.divided = config.use_distributed_optimizer
         self._config = config
         self._finished = False
+        # Compiled apart, layers of two ranks may be done with their gradients in another order, and
+        # what ranks send each other must come in one.
+        self._sends_late = any(True for chunk in chunks for _ in compiled_layers(chunk))
         with without_cuda():
             self._wrapped = [_wrapped(chunk, config, k > 0) for k, chunk in enumerate(chunks)]
         functions = [ddp.no_sync for ddp in self._wrapped]
@@ -134,6 +137,10 @@ class Buffers:
         self._finished = False
         for ddp in self._wrapped:
             ddp.zero_grad_buffer()
+        if self._sends_late:
+            for group in self._groups:
+                # Nothing is sent before `finish` in what megatron-core takes for the first step.
+                group.is_first_batch = True
 
 
 def _wrapped(

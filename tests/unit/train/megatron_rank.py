@@ -15,6 +15,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -22,11 +23,33 @@ import torch.distributed as dist
 from rlcore.config.tree import AlgorithmConfig, TrainConfig
 from rlcore.train.base import BaseTrainer
 from rlcore.train.make import make_trainer
+from rlcore.train.megatron.buffers import Buffers
 from rlcore.train.megatron.trainer import MegatronTrainer
+
+
+def sent_early(buffers: Buffers) -> bool:
+    """Whether all gradients are on their way, or there, before somebody waits for them."""
+    return all(
+        group.grad_reduce_handle is not None or getattr(group, "grad_reduce_finished", False)
+        for group in buffers._groups
+    )
 
 
 def run(case: dict[str, Any], device: str) -> dict[str, Any]:
     """Trains a batch, and says what the trainer then holds."""
+    early: list[bool] = []
+    finish = Buffers.finish
+
+    def noted(self: Buffers) -> None:
+        early.append(sent_early(self))
+        finish(self)
+
+    with mock.patch.object(Buffers, "finish", noted):
+        return trained(case, device) | {"early": early}
+
+
+def trained(case: dict[str, Any], device: str) -> dict[str, Any]:
+    """See `run`."""
     settings = {"lr": 1e-2, "num_iterations": 4, "backend": "megatron"}
     trainer = make_trainer(
         TrainConfig(**settings | case.get("train", {})),

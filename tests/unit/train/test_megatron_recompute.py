@@ -40,3 +40,18 @@ def test_modules_computed_again_change_nothing(
         assert trained(tmp_path / "model", toy, table) == plain, modules
     with pytest.raises(ConfigError, match="recompute_modules"):
         trained(tmp_path / "model", toy, SELECTIVE | {"recompute_modules": ["everything"]})
+
+
+def test_nothing_is_kept_for_backward_where_there_is_none(
+    process_group: None, tmp_path: Path
+) -> None:
+    tiny_families.build("glm4", tmp_path / "model")
+    trainer = MegatronTrainer(
+        TrainConfig(), AlgorithmConfig(), temperature=1.0, seed=0, device="cpu", megatron={}
+    )
+    trainer.load(tmp_path / "model", "start")
+    graphs: list[bool] = []
+    for layer in trainer._policy.chunks[0].decoder.layers:
+        layer.register_forward_hook(lambda _, __, out: graphs.append(out[0].requires_grad))
+    trainer.log_probs([[1, 2, 3]])
+    assert graphs and not any(graphs)
