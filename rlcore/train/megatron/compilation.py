@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel import layers
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import nn
 
@@ -21,8 +22,9 @@ def compile_layers(chunks: Iterable[GPTModel]) -> None:
     """
     # Else a constant such as the epsilon of a norm is looked up at each call.
     torch._dynamo.config.specialize_float = True
-    # megatron-core warns in the middle of a layer.
-    torch._dynamo.config.reorderable_logging_functions.add(warnings.warn)
+    # megatron-core warns in the middle of a layer, and notes that it has.
+    torch._dynamo.config.ignore_logging_functions.add(warnings.warn)
+    layers.linear_with_grad_accumulation_and_async_allreduce.warned = True
     for chunk in chunks:
         if not chunk.config.multi_latent_attention:
             for layer in chunk.decoder.layers:

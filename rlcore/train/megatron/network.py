@@ -198,6 +198,8 @@ class Network:
             hidden = chunk.embedding(input_ids=feed.input_ids, position_ids=feed.positions[None])
             if self._padding_id is not None:
                 hidden = _with_still(hidden, feed.input_ids[0], self._padding_id)
+            # As those between layers lie: torch would compile the first layer apart.
+            hidden = hidden.squeeze(1).unsqueeze(1)
         rotary = None
         if not self.arch.is_latent:
             rotary = angles(chunk.rotary_pos_emb, feed.positions, feed.longest)
