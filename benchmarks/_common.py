@@ -143,6 +143,26 @@ def beside(
             _end(process)
 
 
+def ended(ranks: Sequence[subprocess.Popen[Any]], limit_s: float | None = None) -> list[int | None]:
+    """Exit codes of processes that wait for each other, once all have ended or one has failed; then
+    none is left.
+
+    Raises:
+        TimeoutError: they had not after so many seconds.
+    """
+    began = time.monotonic()
+    try:
+        while None in (codes := [rank.poll() for rank in ranks]) and not any(codes):
+            if limit_s is not None and time.monotonic() - began > limit_s:
+                raise TimeoutError(f"the ranks have not ended after {limit_s:g} s")
+            time.sleep(0.1)
+        return codes
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+
+
 def _end(process: subprocess.Popen[Any]) -> None:
     root = psutil.Process(process.pid) if process.poll() is None else None
     tree = [] if root is None else [root, *root.children(recursive=True)]

@@ -21,7 +21,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from benchmarks._common import REPO, RESULTS, finish, keep, machine, own_env, say
+from benchmarks._common import REPO, RESULTS, ended, finish, keep, machine, own_env, say
 from benchmarks._shapes import build, shape
 
 TP, SP = "tensor_model_parallel_size", "sequence_parallel"
@@ -175,14 +175,7 @@ def measure(job: dict[str, Any], scratch: Path, name: str) -> dict[str, Any]:
             )
             for r in range(job["world"])
         ]
-        try:
-            # One that has failed leaves the others waiting for it.
-            while None in (codes := [rank.poll() for rank in ranks]) and not any(codes):
-                time.sleep(0.1)
-        finally:
-            for rank in ranks:
-                rank.kill()
-                rank.wait()
+        codes = ended(ranks)
     if any(codes):
         return {"failed": log.read_text()[-5000:]}
     found: dict[str, Any] = json.loads(Path(job["out"]).read_text())

@@ -20,7 +20,18 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from benchmarks._common import REPO, RESULTS, finish, machine, own_env, parsed, say, spread, tail
+from benchmarks._common import (
+    REPO,
+    RESULTS,
+    ended,
+    finish,
+    machine,
+    own_env,
+    parsed,
+    say,
+    spread,
+    tail,
+)
 from benchmarks._server import SGLANG, serving
 from benchmarks._shapes import build, shape
 
@@ -126,11 +137,7 @@ def measure(job: dict[str, Any], folder: Path, name: str) -> dict[str, Any]:
             )
             for rank, log in enumerate(logs)
         ]
-        try:
-            codes = [rank.wait(LONGEST_S) for rank in ranks]
-        finally:
-            for process in ranks:
-                process.kill()
+        codes = ended(ranks, LONGEST_S)
     if any(codes):
         said = "\n".join(tail(log, 15) for log in logs)
         say(f"{name} failed: {codes}\n{said}")

@@ -19,6 +19,11 @@ from torch.overrides import TorchFunctionMode
 CPU = torch.device("cpu")
 
 
+def own_device() -> torch.device:
+    """Where a rank's model lies: its GPU, or the CPU where there is no CUDA."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else CPU
+
+
 class _OnCpu(TorchFunctionMode):
     """Calls of torch that name a CUDA device are made with the CPU."""
 

@@ -36,6 +36,7 @@ from torch import Tensor
 from rlcore.errors import ConfigError
 from rlcore.models.architecture import Architecture
 from rlcore.train.megatron.attention import TorchAttention
+from rlcore.train.megatron.cpu import own_device
 from rlcore.train.megatron.experts import grouped, lay_together
 from rlcore.train.megatron.router import Router
 from rlcore.train.megatron.table import BALANCING
@@ -138,8 +139,7 @@ def build_model(
         for layer in model.decoder.layers:
             _whole_down_projections(layer.self_attention, config)
     # Norms, routers and what else is not a projection of megatron-core's are made on the CPU.
-    device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
-    model = model.to(device, getattr(torch, dtype))
+    model = model.to(own_device(), getattr(torch, dtype))
     lay_together(model)
     return model
 

@@ -16,6 +16,7 @@ from megatron.core.tensor_parallel.random import initialize_rng_tracker
 from torch import Tensor
 
 from rlcore.errors import ConfigError
+from rlcore.train.megatron.cpu import own_device
 from rlcore.train.megatron.model import Layout
 from rlcore.train.ranks import Ranks
 
@@ -112,8 +113,7 @@ def handed_on(
 ) -> Tensor:
     """What `source` has of float32 numbers, on `target`; those two call it."""
     if tensor is None:
-        device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
-        tensor = torch.empty(shape, dtype=torch.float32, device=device)
+        tensor = torch.empty(shape, dtype=torch.float32, device=own_device())
     if source != target:
         assert ranks.group is not None
         if ranks.rank == source:
