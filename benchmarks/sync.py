@@ -45,8 +45,8 @@ def make_trainer(model: Path, cuda: bool) -> Any:
     import torch
     import torch.distributed as dist
 
+    from rlcore.net import share_as_sglang
     from rlcore.train.fsdp.trainer import FsdpTrainer
-    from rlcore.train.ranks import share_as_sglang
 
     if not dist.is_initialized():
         for library in ("GLOO", "NCCL"):

@@ -53,8 +53,8 @@ def rank_main(job: dict[str, Any], rank: int) -> None:
     import torch.distributed as dist
 
     from rlcore.config.tree import AlgorithmConfig, TrainConfig
+    from rlcore.net import share_as_sglang
     from rlcore.train.make import make_trainer
-    from rlcore.train.ranks import share_as_sglang
     from rlcore.weights.sync import WeightSync
 
     cuda = job["device"] == "cuda"

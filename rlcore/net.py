@@ -1,6 +1,7 @@
-"""Small facts about this machine's network."""
+"""Small facts about this machine's network, and how NCCL is to use it."""
 
 import contextlib
+import os
 import socket
 import time
 
@@ -72,3 +73,10 @@ def listens(host: str, port: int, patience_s: float) -> bool:
             return True
         time.sleep(PAUSE_S)
     return False
+
+
+def share_as_sglang() -> None:
+    """Have NCCL share memory between processes of a node in the way that SGLang's servers do: what
+    one way shares the other cannot open. To be called before the first group of this process.
+    """
+    os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")

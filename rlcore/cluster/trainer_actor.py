@@ -26,7 +26,7 @@ from rlcore.collector import keep_loaded
 from rlcore.config.tree import AlgorithmConfig, MegatronTable, ModelConfig, Scalar, TrainConfig
 from rlcore.errors import Corrupt, Fenced, TrainError
 from rlcore.images.processor import takes_images
-from rlcore.net import interface_of, own_address
+from rlcore.net import interface_of, own_address, share_as_sglang
 from rlcore.slime.compat import state as slime
 from rlcore.starting_model import prepare_model
 from rlcore.store.files import download_folder, file_ref, upload_file, upload_folder
@@ -34,7 +34,6 @@ from rlcore.store.manifest import FileRef
 from rlcore.store.objects import Objects
 from rlcore.train.determinism import make_deterministic
 from rlcore.train.make import make_trainer
-from rlcore.train.ranks import share_as_sglang
 from rlcore.train.trainer import DType, Lora, StateDigest, TrainReport
 from rlcore.weights.sync import SyncReport, SyncSpec, WeightSync
 

@@ -6,7 +6,6 @@ hold the same part and see others. What is summed over a batch is summed over th
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +13,8 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+
+from rlcore.net import share_as_sglang
 
 
 @dataclass(frozen=True)
@@ -46,13 +47,6 @@ class Ranks:
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self.group)
         return values
-
-
-def share_as_sglang() -> None:
-    """Have NCCL share memory between processes of a node in the way that SGLang's servers do: what
-    one way shares the other cannot open. To be called before the first group of this process.
-    """
-    os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
 
 
 @contextmanager

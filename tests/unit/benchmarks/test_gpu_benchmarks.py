@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -148,7 +149,8 @@ def test_prompts_are_chosen_so_that_training_takes_as_long_as_generation() -> No
         return {"parts_s": {"generate": {"median": generate}, "train": {"median": train}}}
 
     assert two_gpus.balanced(FULL, found(4.0, 4.4)) == FULL
-    assert two_gpus.balanced(FULL, found(4.0, 2.0)).prompts == 64
+    assert two_gpus.balanced(replace(FULL, prompts=16), found(4.0, 2.4)).prompts == 27
+    assert two_gpus.balanced(FULL, found(4.0, 2.0)).prompts == 32
     assert two_gpus.balanced(FULL, found(3.0, 6.0)).prompts == 16
 
 
