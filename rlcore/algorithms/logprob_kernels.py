@@ -25,14 +25,15 @@ def row_statistics(
 
     Args:
         logits: [M, V] of any float dtype.
-        targets: int64 [M].
+        targets: int64 [M]; -1: some row's target is none of these columns, and its log-prob means
+            nothing.
         temperature: the logits are divided by it.
 
     Returns:
         Log-probs [M], entropies [M], and shifts [M, 2]: the largest logit and the log of the sum
         beside it; float32.
     """
-    picked = logits.gather(-1, targets[:, None])[:, 0].float() / temperature
+    picked = logits.gather(-1, targets.clamp(min=0)[:, None])[:, 0].float() / temperature
     z = logits.float() / temperature
     top = z.amax(-1, keepdim=True)
     shifted = (z - top).clamp(min=LOWEST)

@@ -27,7 +27,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -45,22 +45,30 @@ from rlcore.algorithms.logprob_kernels import (
 from rlcore.errors import ConfigError, DataError
 
 
+Statistics = tuple[Tensor, Tensor, Tensor]
+"""Of rows of logits: log-probs and entropies [M], and shifts [M, 2] as `row_statistics` has them."""
+
+
 def chunked_log_probs(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
     temperature: float = 1.0,
     chunk: int | None = None,
+    whole: Callable[[Statistics], Statistics] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probs of `targets` and entropies, from hidden states.
 
     Args:
         hidden: [T, H].
-        weight: [V, H], the whole output layer as a plain tensor (gather a sharded one before).
-        targets: int64 [T], ids below V.
+        weight: [V, H], the output layer as a plain tensor (gather a sharded one before); or, with
+            `whole`, some rows of it.
+        targets: int64 [T], ids below V; with `whole`, -1 where it is none of the rows.
         temperature: the logits are divided by it, above 0.
         chunk: rows at a time; by default as many as make `CHUNK_ELEMENTS` logits, so that a small
             problem is one chunk.
+        whole: from the statistics of `weight`'s rows to those of the whole output layer, of which
+            others have the rest. Each then gets its share of the gradient of `hidden`.
 
     Returns:
         Log-probs [T] and entropies [T], both differentiable (once) in `hidden` and `weight`;
@@ -77,7 +85,7 @@ def chunked_log_probs(
         )
     rows = _rows_per_chunk(weight.shape[0], hidden, targets, temperature, chunk)
     room = _room_to_keep(hidden) if torch.is_grad_enabled() else 0
-    result = _HiddenLogProbs.apply(hidden, weight, targets, temperature, rows, room)
+    result = _HiddenLogProbs.apply(hidden, weight, targets, temperature, rows, room, whole)
     return cast(tuple[Tensor, Tensor], result)
 
 
@@ -123,11 +131,11 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _statistics(z: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+def _statistics(z: Tensor, targets: Tensor, temperature: float) -> Statistics:
     """Log-probs, entropies and shifts of one chunk of logits, which may be overwritten."""
     if _is_compiled(z):
         found = run_compiled(row_statistics, z, targets, temperature=temperature)
-        return cast(tuple[Tensor, Tensor, Tensor], found)
+        return cast(Statistics, found)
     return _forward(z.to(_wide(z.dtype)), targets, temperature)
 
 
@@ -141,7 +149,7 @@ def _to_spend(z: Tensor) -> Tensor:
     return z if _is_compiled(z) else z.to(_wide(z.dtype), copy=True)
 
 
-def _forward(z: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+def _forward(z: Tensor, targets: Tensor, temperature: float) -> Statistics:
     """Log-probs, entropies and shifts of one chunk of wide logits, which are overwritten.
 
     The shifts [rows, 2] are the largest logit and the log of the sum over the others beside it:
@@ -151,7 +159,7 @@ def _forward(z: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Te
     p = z.sub_(top).clamp_(min=LOWEST).exp()
     total = p.sum(-1)
     log_total = total.log()
-    log_probs = z.gather(-1, targets[:, None])[:, 0] - log_total
+    log_probs = z.gather(-1, targets.clamp(min=0)[:, None])[:, 0] - log_total
     entropy = log_total - p.mul_(z).sum(-1) / total
     return log_probs, entropy, torch.stack([top[:, 0], log_total], -1)
 
@@ -216,7 +224,8 @@ class _Upstream:
             p = log_p.clamp_(min=LOWEST).exp()
             log_p.add_(self.entropy_value[rows, None]).mul_(self.entropy[rows, None])
             out = p.mul_(log_p.add_(grad).neg_())
-        out.scatter_add_(-1, self.targets[rows, None], grad)
+        targets = self.targets[rows, None]
+        out.scatter_add_(-1, targets.clamp(min=0), grad.masked_fill(targets < 0, 0.0))
         return _scaled(out, self.temperature)
 
 
@@ -225,15 +234,17 @@ def chunks(tokens: int, rows: int) -> list[slice]:
     return [slice(start, start + rows) for start in range(0, max(tokens, 1), rows)]
 
 
-def _saved(
-    ctx: Any,
-    parts: Sequence[tuple[Tensor, Tensor, Tensor]],
-    inputs: tuple[Tensor, ...],
-    temperature: float,
-    rows: int,
-) -> tuple[Tensor, Tensor]:
-    """Joins the chunks and keeps what backward needs."""
+def _joined(parts: Sequence[Statistics]) -> Statistics:
+    """Those of all chunks."""
     log_probs, entropy, shifts = (torch.cat(values) for values in zip(*parts, strict=True))
+    return log_probs, entropy, shifts
+
+
+def _saved(
+    ctx: Any, found: Statistics, inputs: tuple[Tensor, ...], temperature: float, rows: int
+) -> tuple[Tensor, Tensor]:
+    """Keeps what backward needs."""
+    log_probs, entropy, shifts = found
     ctx.save_for_backward(*inputs, entropy, shifts)
     ctx.temperature, ctx.rows = temperature, rows
     ctx.set_materialize_grads(False)
@@ -252,6 +263,7 @@ class _HiddenLogProbs(torch.autograd.Function):
         temperature: float,
         rows: int,
         room: int,
+        whole: Callable[[Statistics], Statistics] | None,
     ) -> tuple[Tensor, Tensor]:
         parts, ctx.kept = [], []
         for part in chunks(len(hidden), rows):
@@ -260,13 +272,16 @@ class _HiddenLogProbs(torch.autograd.Function):
                 ctx.kept.append(z)
                 z = _to_spend(z)
             parts.append(_statistics(z, targets[part], temperature))
-        return _saved(ctx, parts, (hidden, weight, targets), temperature, rows)
+        found = _joined(parts)
+        if whole is not None:
+            found = whole(found)
+        return _saved(ctx, found, (hidden, weight, targets), temperature, rows)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         if grads[0] is None and grads[1] is None:
-            return (None,) * 6
+            return (None,) * 7
         hidden, weight = ctx.saved_tensors[:2]
         upstream = _Upstream.of(ctx, grads[0], grads[1])
         parts = chunks(len(hidden), ctx.rows)
@@ -284,7 +299,7 @@ class _HiddenLogProbs(torch.autograd.Function):
                 grad_weight.addmm_(grad.t(), alive)
             else:
                 grad_weight.add_(grad.t() @ alive)
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None
 
 
 class _LogitLogProbs(torch.autograd.Function):
@@ -298,7 +313,7 @@ class _LogitLogProbs(torch.autograd.Function):
             _statistics(_to_spend(logits[part]), targets[part], temperature)
             for part in chunks(len(logits), rows)
         ]
-        return _saved(ctx, parts, (logits, targets), temperature, rows)
+        return _saved(ctx, _joined(parts), (logits, targets), temperature, rows)
 
     @staticmethod
     @once_differentiable

@@ -1,9 +1,11 @@
 """Attention and rotary positions of packed sequences, without Transformer Engine.
 
 megatron-core's own attention needs an explicit mask of every pair of tokens, and heads of one
-width; latent attention has values narrower than keys. Where sequences lie end to end, the edges
-between them go down to here in the place of a mask, since that is what megatron-core hands to its
-attention, and again when it computes a layer a second time.
+width; latent attention has values narrower than keys. Where sequences lie end to end, what tells
+them apart goes down to here through arguments that megatron-core hands to its attention, and again
+when it computes a layer a second time: their layout in the place of a bias, which a layer that is
+compiled does not look into; or, to latent attention, which takes no bias, the edges between them in
+the place of a mask.
 
 With context parallelism each rank has a run of the tokens, and the projections of all heads; a swap
 between ranks makes that all tokens of some heads, and back.
@@ -40,6 +42,7 @@ class TorchAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.scale = softmax_scale
+        self._ranks = parallel_state.get_context_parallel_world_size()
 
     def forward(
         self,
@@ -48,7 +51,7 @@ class TorchAttention(nn.Module):
         value: Tensor,
         attention_mask: Tensor | None = None,
         attn_mask_type: AttnMaskType | None = None,
-        attention_bias: Tensor | None = None,
+        attention_bias: SequenceLayout | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
         """Causal attention.
@@ -58,15 +61,19 @@ class TorchAttention(nn.Module):
             key, value: the same, of fewer heads.
             attention_mask: None, or int32 [n + 1] on the CPU: B is 1, and sequence i is at
                 `mask[i]:mask[i + 1]`, counted over all context-parallel ranks.
+            attention_bias: None, or the layout of these sequences: B is 1.
 
         Returns:
             [S, B, heads x width of values]; packed: [T, heads x width].
         """
         if packed_seq_params is not None:
-            edges = packed_seq_params.cu_seqlens_q
-            return self._packed(query, key, value, edges).flatten(1)
+            layout = _layout(packed_seq_params.cu_seqlens_q, query.device)
+            return self._packed(query, key, value, layout).flatten(1)
+        layout = attention_bias
         if attention_mask is not None:
-            parts = self._packed(query[:, 0], key[:, 0], value[:, 0], attention_mask)
+            layout = _layout(attention_mask, query.device)
+        if layout is not None:
+            parts = self._packed(query[:, 0], key[:, 0], value[:, 0], layout)
             return parts.flatten(1)[:, None]
         grouped = query.shape[2] != key.shape[2]
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
@@ -75,19 +82,22 @@ class TorchAttention(nn.Module):
         )
         return out.permute(2, 0, 1, 3).flatten(2)
 
-    @torch.compiler.disable
-    def _packed(self, query: Tensor, key: Tensor, value: Tensor, edges: Tensor) -> Tensor:
+    def _packed(self, query: Tensor, key: Tensor, value: Tensor, layout: SequenceLayout) -> Tensor:
         """[T, heads, width of values] of [T, heads, width]."""
-        group = parallel_state.get_context_parallel_group()
-        ranks = group.size()
-        layout = sequence_layout(tuple(edges.diff().tolist()), query.device)
-        if ranks > 1:
-            # Fewer heads than ranks are repeated: each rank has those that its queries look at.
-            key, value = (_repeated(x, ranks) for x in (key, value))
-            query, key, value = (_Swap.apply(x, group, True) for x in (query, key, value))
+        if self._ranks > 1:
+            return self._swapped(query, key, value, layout)
         q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
+        return packed_attention(self, q, k, v, None, layout=layout, scaling=self.scale)[0][0]
+
+    @torch.compiler.disable
+    def _swapped(self, query: Tensor, key: Tensor, value: Tensor, layout: SequenceLayout) -> Tensor:
+        """The same of context-parallel ranks, each with a run of the tokens."""
+        group = parallel_state.get_context_parallel_group()
+        # Fewer heads than ranks are repeated: each rank has those that its queries look at.
+        key, value = (_repeated(x, self._ranks) for x in (key, value))
+        q, k, v = (_Swap.apply(x, group, True).transpose(0, 1)[None] for x in (query, key, value))
         mixed = packed_attention(self, q, k, v, None, layout=layout, scaling=self.scale)[0][0]
-        return _Swap.apply(mixed, group, False) if ranks > 1 else mixed
+        return _Swap.apply(mixed, group, False)
 
 
 class PackedRotary(nn.Module):
@@ -145,6 +155,10 @@ def token_positions(
     """int64 [T / ranks]: of the tokens of sequences that a context-parallel rank has."""
     whole = torch.cat([torch.arange(length) for length in lengths])
     return whole.chunk(ranks)[rank].to(device)
+
+
+def _layout(edges: Tensor, device: torch.device) -> SequenceLayout:
+    return sequence_layout(tuple(edges.diff().tolist()), device)
 
 
 @lru_cache(maxsize=4)

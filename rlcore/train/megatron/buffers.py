@@ -3,18 +3,22 @@ up and gather while they compute: megatron-core's `DistributedDataParallel`, ove
 layers.
 
 Its hooks add gradients up in a buffer as they come. With the last micro-batch of a step it sends
-each bucket off as soon as it is full (`overlap_grad_reduce`); and a module of the next forward pass
-waits only for the bucket that has its weights (`overlap_param_gather`).
+each bucket off as soon as it and those before it are full (`overlap_grad_reduce`); and a module of
+the next forward pass waits only for the bucket that has its weights (`overlap_param_gather`).
 
 Invariants:
 - Ranks that have copies of a weight have it at the same place of the same bucket.
+- All ranks send buckets in one order, whichever is full first on each: that may differ where torch
+  has compiled layers for other micro-batches, or an expert gets no token.
 - Whoever reads weights otherwise than by a forward pass calls `settle` first, on all ranks.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -58,13 +62,12 @@ class Buffers:
             off = {"overlap_grad_reduce": False, "overlap_param_gather": False}
             config = replace(config, use_distributed_optimizer=False, **off)
         self.divided = config.use_distributed_optimizer
-        self._config = config
+        self._gathers_later = config.overlap_param_gather
         self._finished = False
-        # Compiled apart, layers of two ranks may be done with their gradients in another order, and
-        # what ranks send each other must come in one.
-        self._sends_late = any(True for chunk in chunks for _ in compiled_layers(chunk))
         with without_cuda():
             self._wrapped = [_wrapped(chunk, config, k > 0) for k, chunk in enumerate(chunks)]
+        overlaps = config.overlap_grad_reduce
+        self._sending = _InOrder([*_from_behind(self._wrapped)] if overlaps else [])
         functions = [ddp.no_sync for ddp in self._wrapped]
         chunks[0].config.no_sync_func = functions if len(functions) > 1 else functions[0]
         if config.overlap_param_gather and chunks[-1].post_process:
@@ -96,13 +99,9 @@ class Buffers:
     def finish(self) -> None:
         """Have gradients added up over the ranks, as far as they are not yet."""
         with without_cuda():
+            # The first step finds out which gradients a bucket must wait for.
+            self._sending.rest()
             for group in self._groups:
-                sent = group.grad_reduce_handle is not None
-                # From 0.19 on, a bucket may have been waited for by the one behind it.
-                sent = sent or getattr(group, "grad_reduce_finished", False)
-                if self._config.overlap_grad_reduce and not sent:
-                    # The first step finds out which gradients a bucket must wait for.
-                    group.start_grad_sync()
                 group.finish_grad_sync()
         self._finished = True
 
@@ -110,7 +109,7 @@ class Buffers:
         """The spans of all ranks have new weights: gather them, or leave that to the next forward
         pass.
         """
-        if self.divided and not self._config.overlap_param_gather:
+        if self.divided and not self._gathers_later:
             self.settle(again=True)
 
     def settle(self, *, again: bool = False) -> None:
@@ -135,12 +134,44 @@ class Buffers:
                 # A pass that broke off, or was none of a step, says nothing of how many there are.
                 group.per_param_grad_ready_counts = {}
         self._finished = False
+        self._sending.begin()
         for ddp in self._wrapped:
             ddp.zero_grad_buffer()
-        if self._sends_late:
-            for group in self._groups:
-                # Nothing is sent before `finish` in what megatron-core takes for the first step.
-                group.is_first_batch = True
+
+
+class _InOrder:
+    """Groups of buckets, and which of them have sent their gradients in this step."""
+
+    def __init__(self, groups: Sequence[Any]) -> None:
+        """`groups`: as they are to send."""
+        self._send = {group: group.start_grad_sync for group in groups}
+        for group in groups:
+            group.start_grad_sync = partial(self._full, group)
+        self.begin()
+
+    def begin(self) -> None:
+        """None is full."""
+        self._waiting = deque(self._send)
+        self._filled = set[Any]()
+
+    def rest(self) -> None:
+        """Send all that are left."""
+        for group in [*self._waiting]:
+            self._full(group)
+
+    def _full(self, group: Any, force_all_reduce: bool = False) -> None:
+        """In the place of megatron-core's `start_grad_sync`."""
+        self._filled.add(group)
+        while self._waiting and self._waiting[0] in self._filled:
+            self._send[self._waiting.popleft()](force_all_reduce=force_all_reduce)
+
+
+def _from_behind(wrapped: Sequence[DistributedDataParallel]) -> Iterator[Any]:
+    """Groups of buckets in the order in which a backward pass fills them."""
+    for ddp in reversed(wrapped):
+        at = {parameter: k for k, parameter in enumerate(ddp.module.parameters())}
+        groups = (*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups)
+        yield from sorted(groups, key=lambda group: -min(at[p] for p in group.params))
 
 
 def _wrapped(

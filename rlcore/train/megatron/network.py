@@ -31,13 +31,12 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import Tensor, nn
 
 from rlcore.algorithms.flops import ModelShape
-from rlcore.algorithms.logit_memory import CHUNK_ELEMENTS
 from rlcore.algorithms.metrics import Metrics
 from rlcore.models.architecture import Architecture
 from rlcore.train.backend import Loss
 from rlcore.train.credit import MicroBatch
 from rlcore.train.megatron import parallel
-from rlcore.train.megatron.attention import PackedRotary, angles
+from rlcore.train.megatron.attention import PackedRotary, angles, sequence_layout
 from rlcore.train.megatron.cpu import without_cuda
 from rlcore.train.megatron.logprobs import parallel_log_probs
 from rlcore.train.megatron.model import Layout
@@ -55,10 +54,8 @@ class Feed:
     """int64 [1, T]: this rank's run of the tokens, with context parallelism."""
     positions: Tensor
     """int64 [T], of the same tokens."""
-    edges: Tensor
-    """int32 [n + 1] on the CPU, of all tokens."""
-    longest: int
-    """Tokens of the longest sequence."""
+    lengths: tuple[int, ...]
+    """Of the sequences, over all ranks."""
     first: int
     """Where the run begins."""
 
@@ -81,8 +78,7 @@ class Feed:
         each = (count + padding) // parts
         first = each * parallel_state.get_context_parallel_rank()
         own = slice(first, first + each)
-        edges = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-        return cls(ids[None, own], positions[own], edges, max(lengths), first)
+        return cls(ids[None, own], positions[own], lengths, first)
 
 
 class Network:
@@ -149,7 +145,7 @@ class Network:
                 model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
                 num_microbatches=len(order),
                 # Else lengths are told from stage to stage.
-                seq_length=int(feeds[0].edges[-1]),
+                seq_length=sum(feeds[0].lengths),
                 micro_batch_size=1,
                 forward_only=not train,
                 collect_non_loss_data=not train,
@@ -200,13 +196,14 @@ class Network:
                 hidden = _with_still(hidden, feed.input_ids[0], self._padding_id)
             # As those between layers lie: torch would compile the first layer apart.
             hidden = hidden.squeeze(1).unsqueeze(1)
-        rotary = None
-        if not self.arch.is_latent:
-            rotary = angles(chunk.rotary_pos_emb, feed.positions, feed.longest)
-        return cast(
-            Tensor,
-            chunk.decoder(hidden_states=hidden, attention_mask=feed.edges, rotary_pos_emb=rotary),
-        )
+        lengths, told = feed.lengths, dict[str, Any]()
+        if self.arch.is_latent:
+            told["attention_mask"] = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+        else:
+            told["attention_mask"] = None
+            told["attention_bias"] = sequence_layout(lengths, feed.positions.device)
+            told["rotary_pos_emb"] = angles(chunk.rotary_pos_emb, feed.positions, max(lengths))
+        return cast(Tensor, chunk.decoder(hidden_states=hidden, **told))
 
     # --- what hidden states come to ---------------------------------------------------------------
 
@@ -304,7 +301,9 @@ class PolicyNetwork(Network):
         if not self.arch.tie_word_embeddings:
             weight = last.output_layer.weight
         start = weight.shape[0] * parallel_state.get_tensor_model_parallel_rank()
-        return weight[: max(0, self.arch.vocab_size - start)], start
+        rows = max(0, self.arch.vocab_size - start)
+        # The gradient of a slice would be copied into one of the whole.
+        return weight if rows >= weight.shape[0] else weight[:rows], start
 
     def _log_probs(
         self, micro: MicroBatch, hidden: Tensor, temperature: float
@@ -312,11 +311,9 @@ class PolicyNetwork(Network):
         """Log-probs [M] and entropies [M]."""
         chosen, at = self.at_rows(micro, hidden)
         weight, start = self._output_weight()
-        each = self.layout.padded(self.arch.vocab_size) // self.layout.tensor_parallel
         targets = micro.pick("targets")[at]
         group = parallel_state.get_tensor_model_parallel_group()
-        chunk = max(1, CHUNK_ELEMENTS[hidden.device.type] // each)
-        found = parallel_log_probs(chosen, weight, targets, temperature, start, group, chunk)
+        found = parallel_log_probs(chosen, weight, targets, temperature, start, group)
         log_probs, entropy = (self.of_all_rows(values, at, micro) for values in found)
         return log_probs, entropy
 
