@@ -44,9 +44,8 @@ from rlcore.algorithms.logprob_kernels import (
 )
 from rlcore.errors import ConfigError, DataError
 
-
 Statistics = tuple[Tensor, Tensor, Tensor]
-"""Of rows of logits: log-probs and entropies [M], and shifts [M, 2] as `row_statistics` has them."""
+"""Log-probs, entropies and shifts of rows of logits, as `row_statistics` has them."""
 
 
 def chunked_log_probs(

@@ -227,3 +227,17 @@ def test_wrong_inputs_are_named():
             chunked_log_probs(h, w, y, temperature)
     with pytest.raises(ConfigError, match="chunk is 0"):
         chunked_log_probs(h, w, y, chunk=0)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_target_elsewhere_pulls_at_no_logit(monkeypatch, compiled):
+    monkeypatch.setattr(logprobs, "_is_compiled", lambda z: compiled)
+    h, w, y = problem(dtype=torch.float32)
+    elsewhere = y.clone()
+    elsewhere[[1, 4]] = -1
+    log_probs, _ = chunked_log_probs(h, w, elsewhere, 0.7, whole=lambda found: found)
+    got = torch.autograd.grad(log_probs.sum(), h)[0]
+    p = (h @ w.T / 0.7).softmax(-1)
+    hit = torch.nn.functional.one_hot(y, 11).float()
+    hit[[1, 4]] = 0.0
+    torch.testing.assert_close(got, ((hit - p) / 0.7 @ w).detach(), rtol=1e-5, atol=1e-6)
