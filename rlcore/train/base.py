@@ -134,6 +134,10 @@ class BaseTrainer(ABC, Generic[PolicyT, OptimizerT]):
     def _for_training(self) -> Iterator[Tensor]:
         """All other large ones."""
 
+    def _zeros(self) -> Iterator[Tensor]:
+        """What stays on the device and is zero between steps."""
+        yield from ()
+
     @abstractmethod
     def _sizes(self) -> Mapping[str, int]:
         """Bytes of this rank's shares of all that stays from batch to batch, and of gradients."""
@@ -388,7 +392,7 @@ class BaseTrainer(ABC, Generic[PolicyT, OptimizerT]):
         if not self._offload.away:
             for optimizer in self._optimizers():
                 optimizer.drop_gradients()
-        self._offload.put_away(self._for_export(), self._for_training())
+        self._offload.put_away(self._for_export(), self._for_training(), self._zeros())
         give_back_cache(self._device)
 
     def onload(self, *, weights_only: bool = False) -> None:

@@ -2,7 +2,8 @@
 
 Storages are emptied and filled again where they are, so every view of them stays what it was:
 FSDP's sharded parameters, the optimizer's moments, a critic, frozen models. What waits is kept in
-one flat buffer, pinned for a GPU and used again by the next `put_away` of as many bytes.
+one flat buffer, pinned for a GPU and used again by the next `put_away` of as many bytes. What is
+zero is not kept.
 
 Invariants:
 - What comes back is bit for bit what went.
@@ -32,16 +33,26 @@ class Parked:
     def __init__(self) -> None:
         self._host = torch.empty(0, dtype=torch.uint8)
         self._away: list[tuple[torch.UntypedStorage, Tensor]] = []
+        self._zeros: list[tuple[torch.UntypedStorage, int]] = []
 
     @property
     def away(self) -> bool:
         """Whether they are in the host's memory."""
-        return bool(self._away)
+        return bool(self._away or self._zeros)
 
-    def put_away(self, tensors: Iterable[Tensor], device: torch.device) -> None:
-        """Copy what lies on the device to the host and free it there; nothing may be away yet."""
-        if self._away:
+    def put_away(
+        self, tensors: Iterable[Tensor], device: torch.device, zeros: Iterable[Tensor] = ()
+    ) -> None:
+        """Copy what lies on the device to the host and free it there; nothing may be away yet.
+
+        Args:
+            zeros: tensors that hold nothing else; they are freed alone.
+        """
+        if self.away:
             raise TrainError("tensors are put away that are away already; take them back first")
+        for storage in _storages(zeros, device):
+            self._zeros.append((storage, storage.nbytes()))
+            storage.resize_(0)
         storages = list(_storages(tensors, device))
         if not storages:
             return
@@ -59,6 +70,10 @@ class Parked:
 
     def take_back(self) -> None:
         """Put all back where it was."""
+        for storage, size in self._zeros:
+            storage.resize_(size)
+            _bytes(storage, storage.device).zero_()
+        self._zeros = []
         if not self._away:
             return
         device = self._away[0][0].device
@@ -95,10 +110,12 @@ class Offload:
         """Whether something is in the host's memory."""
         return self._weights.away or self._rest.away
 
-    def put_away(self, weights: Iterable[Tensor], rest: Iterable[Tensor]) -> None:
+    def put_away(
+        self, weights: Iterable[Tensor], rest: Iterable[Tensor], zeros: Iterable[Tensor]
+    ) -> None:
         """Free the device of the policy's weights and of all else, where they lie on it."""
         if not self._rest.away:
-            self._rest.put_away(rest, self._device)
+            self._rest.put_away(rest, self._device, zeros)
         if not self._weights.away:
             self._weights.put_away(weights, self._device)
 

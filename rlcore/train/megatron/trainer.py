@@ -305,11 +305,15 @@ class MegatronTrainer(BaseTrainer[PolicyNetwork, DistributedAdamW]):
 
     def _for_training(self) -> Iterator[Tensor]:
         for optimizer in self._optimizers():
-            yield from chain(*map(optimizer.tensors, MOMENTS), optimizer.gradients())
+            yield from chain(*map(optimizer.tensors, MOMENTS))
         if self._critic is not None:
             yield from _weights_of(self._critic.model)
             yield from self._critic.optimizer.tensors("model")
         yield from chain(_weights_of(self._reference), _weights_of(self._teacher))
+
+    def _zeros(self) -> Iterator[Tensor]:
+        for optimizer in self._optimizers():
+            yield from optimizer.gradients()
 
     def _sizes(self) -> dict[str, int]:
         critic = self._critic and self._critic.model

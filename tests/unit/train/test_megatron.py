@@ -138,7 +138,8 @@ def test_memory_goes_to_the_host_and_comes_back(precision: str, toy: Any, make: 
     log_probs = moved.log_probs(ids)
     moved.offload()
     weights = [p for chunk in moved._policy.chunks for p in chunk.parameters()]
-    assert {p.untyped_storage().nbytes() for p in weights} == {0}
+    gradients = [*moved._optimizer.gradients()]
+    assert {p.untyped_storage().nbytes() for p in (*weights, *gradients)} == {0}
     with pytest.raises(TrainError, match="onload"):
         moved.log_probs(ids)
     moved.onload(weights_only=True)

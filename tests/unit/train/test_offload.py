@@ -52,6 +52,20 @@ def test_what_is_put_away_comes_back_where_it_was() -> None:
     assert parked._host is buffer, "the buffer is used again"
 
 
+def test_what_is_zero_is_not_kept_in_the_host_s_memory() -> None:
+    parked, zeros = Parked(), torch.zeros(1000)
+    view = zeros[10:20]
+    parked.put_away([torch.ones(3)], CPU, [zeros, view])
+    assert zeros.untyped_storage().nbytes() == 0
+    assert len(parked._host) == 256
+    parked.take_back()
+    assert not zeros.any() and view.data_ptr() == zeros.data_ptr() + 40
+    parked.put_away([], CPU, [zeros])
+    assert parked.away
+    parked.take_back()
+    assert not parked.away and zeros.shape == (1000,)
+
+
 def test_only_what_lies_on_the_device_is_put_away() -> None:
     parked, there = Parked(), torch.ones(4)
     parked.put_away([there], torch.device("cuda"))
