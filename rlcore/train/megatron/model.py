@@ -187,6 +187,8 @@ def transformer_config(
         "variable_seq_lengths": layout.pipeline_parallel > 1 and not layout.virtual_pipeline,
         "overlap_p2p_comm": layout.virtual_pipeline is not None,
         "batch_p2p_comm": layout.virtual_pipeline is None,
+        # A stream waits for what it receives; the host need not.
+        "batch_p2p_sync": False,
         "moe_token_dispatcher_type": "alltoall",
         "expert_model_parallel_size": layout.expert_parallel,
         "expert_tensor_parallel_size": layout.expert_tensor_parallel,

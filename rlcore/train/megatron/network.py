@@ -37,7 +37,7 @@ from rlcore.train.backend import Loss
 from rlcore.train.credit import MicroBatch
 from rlcore.train.megatron import parallel
 from rlcore.train.megatron.attention import PackedRotary, angles, sequence_layout
-from rlcore.train.megatron.cpu import without_cuda
+from rlcore.train.megatron.cpu import CPU, own_device, without_cuda
 from rlcore.train.megatron.logprobs import parallel_log_probs
 from rlcore.train.megatron.model import Layout
 from rlcore.train.megatron.router import Routers, Tokens
@@ -241,8 +241,12 @@ class Network:
     def all_metrics(self, found: list[list[Metrics]]) -> list[Metrics]:
         """Of all micro-batches, as the last stage found them, on all stages."""
         stages = parallel.stages()
-        told = parallel.spread_object(found, stages, stages.size - 1)
-        return [metrics for one in told for metrics in one]
+        if stages.size > 1:
+            # Pickled on a GPU, a tensor would come back on that GPU.
+            on_host = [[_moved(one, CPU) for one in told] for told in found]
+            spread = parallel.spread_object(on_host, stages, stages.size - 1)
+            found = [[_moved(one, own_device()) for one in told] for told in spread]
+        return [metrics for one in found for metrics in one]
 
     def all_values(self, found: list[Tensor], micros: Sequence[MicroBatch]) -> list[Tensor]:
         """[M] of each micro-batch, as the last stage found them, on all stages."""
@@ -335,6 +339,15 @@ class PolicyNetwork(Network):
                 logits, False, group=parallel_state.get_context_parallel_group()
             )
         return logits[: len(micro.packed.input_ids), : self.arch.vocab_size]
+
+
+def _moved(metrics: Metrics, device: torch.device) -> Metrics:
+    """On another device."""
+    means, maxima = (
+        {name: value.to(device) for name, value in values.items()}
+        for values in (metrics.means, metrics.maxima)
+    )
+    return Metrics(means, maxima)
 
 
 def _with_still(hidden: Tensor, ids: Tensor, token: int) -> Tensor:
