@@ -69,10 +69,10 @@ class TorchAttention(nn.Module):
         if packed_seq_params is not None:
             layout = _layout(packed_seq_params.cu_seqlens_q, query.device)
             return self._packed(query, key, value, layout).flatten(1)
-        layout = attention_bias
         if attention_mask is not None:
-            layout = _layout(attention_mask, query.device)
-        if layout is not None:
+            attention_bias = _layout(attention_mask, query.device)
+        if attention_bias is not None:
+            layout = attention_bias
             parts = self._packed(query[:, 0], key[:, 0], value[:, 0], layout)
             return parts.flatten(1)[:, None]
         grouped = query.shape[2] != key.shape[2]
