@@ -107,7 +107,7 @@ def packed_attention(
         layout.spread(value),
         is_causal=True,
         scale=scaling,
-        enable_gqa=bool(key.shape[1] != query.shape[1]),
+        **({"enable_gqa": True} if key.shape[1] != query.shape[1] else {}),
     )
     return layout.gather(mixed), None
 

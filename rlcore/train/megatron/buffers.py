@@ -28,7 +28,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor, nn
 
 from rlcore.train.megatron import parallel
-from rlcore.train.megatron.compilation import compiled_layers
+from rlcore.train.megatron.compilation import compiled_parts
 from rlcore.train.megatron.cpu import without_cuda
 from rlcore.train.ranks import Ranks
 
@@ -184,17 +184,18 @@ def _wrapped(
     ):
         more["full_param_layout"] = _layout_of_buckets(chunk, config, follows)
     ddp = DistributedDataParallel(chunk.config, config, chunk, disable_bucketing=follows, **more)
-    for layer in compiled_layers(chunk) if config.overlap_param_gather else ():
-        _wait_before(ddp, layer)
+    for layer, modules in compiled_parts(chunk) if config.overlap_param_gather else ():
+        _wait_before(ddp, layer, modules)
     return ddp
 
 
-def _wait_before(ddp: DistributedDataParallel, layer: nn.Module) -> None:
-    """A layer waits for all its weights before it begins, and none of its modules for its own:
-    within the layer, that would be a part of the code that is compiled.
+def _wait_before(
+    ddp: DistributedDataParallel, layer: nn.Module, modules: Sequence[nn.Module]
+) -> None:
+    """A layer waits for the weights of all these modules before it begins, and none of them for its
+    own: that would be a part of the code that is compiled.
     """
     wait = ddp._make_forward_pre_hook()
-    modules = list(layer.modules())
     for module in modules:
         ddp.remove_forward_pre_hook_handles[module].remove()
     layer.register_forward_pre_hook(lambda *_: [wait(module) for module in modules] and None)

@@ -1,5 +1,5 @@
-"""What torch compiles of megatron-core's layers: what lies between matrix products, but for
-attention, which goes by the lengths of sequences.
+"""What torch compiles of megatron-core's layers, in one piece: a layer, or of one with experts all
+that comes before them.
 
 Invariant: a layer's code serves micro-batches of any size.
 """
@@ -15,10 +15,15 @@ from megatron.core.tensor_parallel import layers
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import nn
 
+BEFORE_EXPERTS = "_forward_attention"
+"""megatron-core's method of a layer for all that comes before its feed-forward part."""
+OF_EXPERTS = ("pre_mlp_layernorm", "mlp", "mlp_bda")
+"""Its modules for the rest."""
+
 
 def compile_layers(chunks: Iterable[GPTModel]) -> None:
-    """Have torch compile each layer at its first call. Layers with experts stay as they are, since
-    what an expert gets varies, and those of latent attention, which looks at lengths itself.
+    """Have torch compile each layer at its first call. What an expert gets varies, so experts stay
+    as they are; and layers of latent attention, which looks at lengths itself.
     """
     # Else a constant such as the epsilon of a norm is looked up at each call.
     torch._dynamo.config.specialize_float = True
@@ -28,11 +33,16 @@ def compile_layers(chunks: Iterable[GPTModel]) -> None:
     for chunk in chunks:
         if not chunk.config.multi_latent_attention:
             for layer in chunk.decoder.layers:
-                if not isinstance(layer.mlp, MoELayer):
-                    # Its hooks stay outside.
-                    layer.forward = torch.compile(layer.forward, dynamic=True)
+                # Its hooks stay outside.
+                part = BEFORE_EXPERTS if isinstance(layer.mlp, MoELayer) else "forward"
+                setattr(layer, part, torch.compile(getattr(layer, part), dynamic=True))
 
 
-def compiled_layers(chunk: GPTModel) -> Iterator[nn.Module]:
-    """Those of `compile_layers`."""
-    return (layer for layer in chunk.decoder.layers if "forward" in vars(layer))
+def compiled_parts(chunk: GPTModel) -> Iterator[tuple[nn.Module, list[nn.Module]]]:
+    """Layers of `compile_layers`, each with its modules that are within what is compiled."""
+    for layer in chunk.decoder.layers:
+        if "forward" in vars(layer):
+            yield layer, list(layer.modules())
+        elif BEFORE_EXPERTS in vars(layer):
+            parts = (m for name, m in layer.named_children() if name not in OF_EXPERTS)
+            yield layer, [module for part in parts for module in part.modules()]

@@ -6,6 +6,7 @@ there is counted here.
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -90,6 +91,53 @@ def test_nothing_is_compiled_after_the_load(counted: Counted, toy: Any) -> None:
         trainer.train(state, f"after-{number}", batch)
         state = f"after-{number}"
         assert counter.frame_count == made, f"batch {number}"
+
+
+def test_of_layers_with_experts_attention_alone_is_compiled(
+    counted: Counted, toy: Any, tmp_path: Path
+) -> None:
+    folder = toy.write_model(
+        tmp_path / "model",
+        "qwen3_moe",
+        num_hidden_layers=3,
+        mlp_only_layers=[1],
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        head_dim=8,
+    )
+    trainer, counter = counted(folder=folder)
+    modules = trainer._policy.lm.named_modules()
+    compiled = {name for name, m in modules if hasattr(m.forward, "_torchdynamo_orig_callable")}
+    assert compiled == {
+        "model.layers.0.self_attn",
+        "model.layers.1",
+        "model.layers.2.self_attn",
+    }
+    made, state = counter.frame_count, "start"
+    for number, samples in enumerate((40, 7, 1)):
+        batch = toy.shares(toy.random_sequences(samples, seed=number), 1, max_tokens=256)[0]
+        trainer.train(state, f"after-{number}", batch)
+        state = f"after-{number}"
+        assert counter.frame_count == made, f"batch {number}"
+
+
+def test_compiled_layers_come_to_the_same_numbers(
+    make_trainer: Any, toy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counter = CompileCounter()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
+    torch._dynamo.reset()
+    batch = toy.shares(toy.random_sequences(9), 1, max_tokens=64)[0]
+    plain = make_trainer().train("start", "next", batch).metrics
+    monkeypatch.setattr(FsdpTrainer, "_compiles", True)
+    with torch._dynamo.config.patch(specialize_float=True):
+        found = make_trainer().train("start", "next", batch).metrics
+    torch._dynamo.reset()
+    # To train and to score, sequences of one length and of several: each in one piece.
+    assert 0 < counter.frame_count <= 4
+    for name in ("loss", "grad_norm", "entropy"):
+        assert found[name] == pytest.approx(plain[name], rel=1e-5, abs=1e-7), name
 
 
 @pytest.mark.slow

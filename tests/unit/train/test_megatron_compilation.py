@@ -52,6 +52,7 @@ def slow(family: str, recompute: bool) -> Any:
     [
         ("qwen3", False),
         ("glm4_moe", True),
+        ("qwen3_moe", False),
         ("deepseek_v3", False),
         slow("qwen3", True),
         slow("llama", False),
