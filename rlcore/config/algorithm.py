@@ -32,6 +32,16 @@ WITHOUT_POLICY_LOSS = (
     "custom_loss_function_path",
 )
 """Settings that could have no effect where demonstrations are learned."""
+OF_A_PART = {
+    "kl_loss_coef": "use_kl_loss",
+    "opsm_delta": "use_opsm",
+    "opd_kl_coef": "use_opd",
+    "tis_clip": "use_tis",
+    "tis_clip_low": "use_tis",
+    "tis_level": "use_tis",
+    "tis_mode": "use_tis",
+}
+"""Settings of a part of the algorithm, and what turns that part on."""
 REINFORCE = frozenset({"reinforce_plus_plus", "reinforce_plus_plus_baseline"})
 
 
@@ -189,6 +199,23 @@ class AlgorithmConfig(Section):
                 "algorithm.loss_aggregation = 'constant' and algorithm.loss_divisor, such as the "
                 "value of rollout.max_response_len, belong together: give both or neither"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _parts_are_on(self) -> "AlgorithmConfig":
+        if self.custom_advantage_function_path or self.custom_loss_function_path:
+            # These see all settings.
+            return self
+        off = {key: switch for key, switch in OF_A_PART.items() if not getattr(self, switch)}
+        if not self.needs_reference:
+            off["kl_loss_type"] = "use_kl_loss"
+        for key, switch in off.items():
+            value, default = getattr(self, key), type(self).model_fields[key].default
+            if value != default:
+                raise ValueError(
+                    f"algorithm.{key} = {value!r} has no effect with algorithm.{switch} = false: "
+                    f"set that to true, or leave algorithm.{key} at {default!r}"
+                )
         return self
 
     @model_validator(mode="after")

@@ -11,7 +11,7 @@ from typing import Annotated
 
 from pydantic import ConfigDict, Field, model_validator
 
-from rlcore.config.section import FilePath, FunctionPath, PositiveInt, Scalar, Section
+from rlcore.config.section import FilePath, FunctionPath, PositiveInt, Scalar, Section, StopText
 
 KINDS = ("image", "video", "audio")
 """Kinds of media that a prompt may have a place for."""
@@ -98,6 +98,15 @@ class DataConfig(Section):
         check_kinds("data.multimodal_keys", self.multimodal_keys)
         return self
 
+    @model_validator(mode="after")
+    def _weights_are_of_several(self) -> "DataConfig":
+        if self.weight != 1.0 and not self.mix:
+            raise ValueError(
+                f"data.weight = {self.weight} is a share beside the files of data.mix, and there "
+                "are none; add them, or remove it"
+            )
+        return self
+
     def files(self) -> list["DataConfig"]:
         """A section for each file, how it is read included."""
         alone = self.model_copy(update={"mix": []})
@@ -131,7 +140,7 @@ class EvalDataset(Section):
     """Fewest tokens of a response."""
     repetition_penalty: Annotated[float, Field(gt=0)] | None = None
     """Punish tokens that have come before; 1 is off."""
-    stop: list[str] | None = None
+    stop: list[StopText] | None = None
     """Strings that end a response. Default: rollout.stop."""
     stop_token_ids: list[int] | None = None
     """Token ids that end a response. Default: rollout.stop_token_ids."""

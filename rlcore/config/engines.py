@@ -64,10 +64,16 @@ def check_engines(config: "RunConfig") -> None:
             f"cluster.rollout_num_gpus = {total} is no multiple of "
             f"cluster.rollout_num_gpus_per_engine = {each}"
         )
+    if config.rollout.engine == "embedded" and each > 1:
+        raise ValueError(
+            f"cluster.rollout_num_gpus_per_engine = {each} cuts an engine over GPUs, which "
+            "rollout.engine = 'embedded' does not; leave it at 1, and set cluster.rollout_num_gpus "
+            "to the number of engines"
+        )
     if config.rollout.engine_urls:
         _check_external(config)
+    _check_count(config)
     if config.rollout.engine == "sglang":
-        _check_count(config)
         _check_arguments(config)
         _check_draft(config)
         tensor_parallel(config)
@@ -128,7 +134,7 @@ def _check_count(config: "RunConfig") -> None:
         raise ValueError(
             f"{said} engines, which with cluster.rollout_num_gpus_per_engine = "
             f"{cluster.rollout_num_gpus_per_engine} have {used} GPUs, but cluster.rollout_num_gpus "
-            f"= {cluster.rollout_num_gpus}; set that to {used}"
+            f"= {cluster.rollout_num_gpus}, by which tokens a GPU are counted; set that to {used}"
         )
 
 
@@ -166,7 +172,11 @@ def _check_draft(config: "RunConfig") -> None:
 
 
 def _check_arguments(config: "RunConfig") -> None:
+    seen: dict[str, str] = {}
     for name in config.sglang:
+        other = seen.setdefault(name.replace("-", "_"), name)
+        if other != name:
+            raise ValueError(f"sglang.{other} and sglang.{name} are one argument; remove one")
         setting = OWN_ARGUMENTS.get(name.replace("-", "_"))
         if setting is not None:
             advice = f"set {setting} instead" if setting else "remove it"

@@ -110,22 +110,43 @@ class RewardConfig(Section):
             )
         if self.rm_type in ("", NO_REWARD):
             return self
-        try:
-            name, _ = split_name(self.rm_type)
-        except PluginError as error:
-            raise ValueError(f"reward.rm_type = {self.rm_type!r}: {error}") from None
+        self.check_type(self.rm_type, "reward.rm_type")
         if self.batched:
             raise ValueError(
                 "reward.batched = true needs reward.custom_rm_path: built-in types score one "
                 "sample at a time"
             )
-        if name == "remote_rm" and not self.rm_url:
-            raise ValueError("reward.rm_type = 'remote_rm' needs reward.rm_url")
-        if name == "judge" and self.judge is None:
+        return self
+
+    @model_validator(mode="after")
+    def _requests_end_before_their_call(self) -> "RewardConfig":
+        if self.request_timeout_s is not None and self.request_timeout_s > self.timeout_s:
             raise ValueError(
-                "reward.rm_type = 'judge' needs the table [reward.judge] with url and model"
+                f"reward.request_timeout_s = {self.request_timeout_s} is above reward.timeout_s = "
+                f"{self.timeout_s}, which ends the call before; lower it, or raise that"
             )
         return self
+
+    def check_type(self, rm_type: str, setting: str) -> None:
+        """There is such a built-in type, with what it needs.
+
+        Args:
+            rm_type: its name.
+            setting: that names it, for errors.
+
+        Raises:
+            ValueError: naming the setting.
+        """
+        try:
+            name, _ = split_name(rm_type)
+        except PluginError as error:
+            raise ValueError(f"{setting} = {rm_type!r}: {error}") from None
+        if name == "remote_rm" and not self.rm_url:
+            raise ValueError(f"{setting} = 'remote_rm' needs reward.rm_url")
+        if name == "judge" and self.judge is None:
+            raise ValueError(
+                f"{setting} = 'judge' needs the table [reward.judge] with url and model"
+            )
 
     @model_validator(mode="after")
     def _addresses_hold_no_secret(self) -> "RewardConfig":

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from rlcore.config.secrets import check_no_login
-from rlcore.config.section import FilePath, FunctionPath, PositiveInt, Section, Url
+from rlcore.config.section import FilePath, FunctionPath, PositiveInt, Section, StopText, Url
 
 
 class RolloutConfig(Section):
@@ -46,7 +46,7 @@ class RolloutConfig(Section):
     """Nucleus sampling; 1 is off."""
     top_k: Annotated[int, Field(ge=-1)] = -1
     """Sample among the k likeliest tokens; -1 is off."""
-    stop: list[str] = []
+    stop: list[StopText] = []
     """Strings that end a response."""
     stop_token_ids: list[int] = []
     """Token ids that end a response, beside the end-of-sequence id."""
@@ -113,11 +113,16 @@ class RolloutConfig(Section):
 
     @model_validator(mode="after")
     def _greedy_has_no_groups(self) -> "RolloutConfig":
-        if self.temperature == 0 and self.n_samples_per_prompt > 1:
-            raise ValueError(
-                "rollout.temperature = 0 gives the same response n_samples_per_prompt "
-                f"= {self.n_samples_per_prompt} times; use a temperature above 0"
-            )
+        for alone, mend in (
+            ("temperature = 0", "a temperature above 0"),
+            ("top_k = 1", "-1 (off) or 2 and up"),
+        ):
+            name, _, value = alone.partition(" = ")
+            if getattr(self, name) == int(value) and self.n_samples_per_prompt > 1:
+                raise ValueError(
+                    f"rollout.{alone} gives the same response n_samples_per_prompt "
+                    f"= {self.n_samples_per_prompt} times; use {mend}"
+                )
         return self
 
     @model_validator(mode="after")
@@ -142,6 +147,11 @@ class RolloutConfig(Section):
         check_no_login("rollout.sglang_router_url", self.sglang_router_url or "")
         for url in self.engine_urls:
             check_no_login("rollout.engine_urls", url)
+        if self.use_sglang_router and self.sglang_router_url is not None:
+            raise ValueError(
+                "rollout.use_sglang_router = true starts a router, and rollout.sglang_router_url = "
+                f"{self.sglang_router_url!r} names one that runs already; remove one of them"
+            )
         return self
 
     @model_validator(mode="after")

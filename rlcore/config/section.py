@@ -12,6 +12,8 @@ FilePath = Annotated[str, Field(json_schema_extra={"sluice_path": "file"})]
 FunctionPath = Annotated[str, Field(json_schema_extra={"sluice_path": "function"})]
 """`module:function`, `module.function` or `file.py:function`."""
 PositiveInt = Annotated[int, Field(ge=1)]
+StopText = Annotated[str, Field(min_length=1)]
+"""A string that ends a response; an empty one would end each at once."""
 Scalar = bool | int | float | str
 MegatronTable = dict[str, Scalar | list[Scalar]]
 """Settings of megatron-core by name; a list where one takes several values."""

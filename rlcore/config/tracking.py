@@ -40,7 +40,7 @@ class TrackingConfig(Section):
 
     @model_validator(mode="after")
     def _settings_have_a_use(self) -> "TrackingConfig":
-        for tracker in ("wandb", "mlflow"):
+        for tracker in ("tensorboard", "wandb", "mlflow"):
             for name, field in type(self).model_fields.items():
                 about = name.startswith(f"{tracker}_") and getattr(self, name) != field.default
                 if about and not getattr(self, tracker):

@@ -73,10 +73,25 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _schedule_falls(self) -> "TrainConfig":
-        if self.lr_schedule != "constant" and self.lr_min > self.lr:
+        if self.lr_schedule == "constant":
+            if self.lr_min:
+                raise ValueError(
+                    f"train.lr_min = {self.lr_min} is where a schedule ends, and "
+                    "train.lr_schedule = 'constant' has no end; use 'linear' or 'cosine', or "
+                    "leave train.lr_min at 0.0"
+                )
+            return self
+        if self.lr_min > self.lr:
             raise ValueError(
                 f"train.lr_min = {self.lr_min} is above train.lr = {self.lr}, "
                 f"but train.lr_schedule = {self.lr_schedule!r} ends at train.lr_min"
+            )
+        steps = self.num_iterations * self.num_steps_per_rollout
+        if self.lr_warmup_steps >= steps:
+            raise ValueError(
+                f"train.lr_warmup_steps = {self.lr_warmup_steps} takes all {steps} optimizer steps "
+                f"of the run, so that train.lr_schedule = {self.lr_schedule!r} never begins; lower "
+                "it, or use 'constant'"
             )
         return self
 

@@ -28,6 +28,7 @@ from rlcore.config.data import EvalConfig as EvalConfig
 from rlcore.config.data import EvalDataset as EvalDataset
 from rlcore.config.demonstrations import check_demonstrations
 from rlcore.config.engines import check_engines
+from rlcore.config.evaluations import check_evaluations
 from rlcore.config.model import ModelConfig as ModelConfig
 from rlcore.config.on_policy import check_kernels_agree
 from rlcore.config.replay import check_replay
@@ -296,9 +297,14 @@ class RunConfig(Section):
         begun, want = rollout.over_sampling_batch_size, rollout.rollout_batch_size
         refilled = begun is not None and chosen is not None
         left_over = (begun or 0) > want or refilled or rollout.custom_rollout_function_path
-        if rollout.partial_rollout and not left_over:
+        needs = {
+            "partial_rollout = true": rollout.partial_rollout,
+            "buffer_filter_path is set": rollout.buffer_filter_path is not None,
+        }
+        said = next((text for text, asked in needs.items() if asked), None)
+        if said is not None and not left_over:
             raise ValueError(
-                "rollout.partial_rollout = true, but nothing is ever left over: set "
+                f"rollout.{said}, but nothing is ever left over: set "
                 f"rollout.over_sampling_batch_size above rollout.rollout_batch_size = {want}"
             )
         if chosen == "nonzero_std_with_fallback" and (begun or 0) <= want:
@@ -311,6 +317,51 @@ class RunConfig(Section):
                     else "set rollout.over_sampling_batch_size above "
                     f"rollout.rollout_batch_size = {want}, or use 'nonzero_std'"
                 )
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _a_filter_can_keep(self) -> "RunConfig":
+        rollout, chosen = self.rollout, self.filter.dynamic_sampling_filter_path
+        # A function may make several samples of one execution, each with its own reward.
+        own = rollout.custom_generate_function_path or rollout.custom_rollout_function_path
+        own = own or self.data.generate_function_key
+        spread = chosen in ("nonzero_std", "nonzero_std_with_fallback")
+        if spread and rollout.n_samples_per_prompt == 1 and not own:
+            raise ValueError(
+                f"filter.dynamic_sampling_filter_path = {chosen!r} drops groups of equal rewards, "
+                "which with rollout.n_samples_per_prompt = 1 is every group; use 2 or more, or "
+                "remove the filter"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _templates_are_applied(self) -> "RunConfig":
+        data, rollout, sets = self.data, self.rollout, self.eval.datasets
+        applied = data.apply_chat_template or any(one.apply_chat_template for one in sets)
+        # Functions of one's own may apply the template; conversations that are learned have it.
+        own = (
+            rollout.custom_generate_function_path,
+            rollout.custom_rollout_function_path,
+            rollout.data_source_path,
+            data.generate_function_key,
+            self.eval.eval_function_path,
+            *(one.custom_generate_function_path for one in sets),
+            self.run.mode == "sft",
+        )
+        if data.apply_chat_template_kwargs and not (applied or any(own)):
+            raise ValueError(
+                "data.apply_chat_template_kwargs is set, but no chat template is applied: set "
+                "data.apply_chat_template = true, or remove it"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _what_is_trained_was_sampled(self) -> "RunConfig":
+        if self.rollout.temperature == 0 and self.trains:
+            raise ValueError(
+                "rollout.temperature = 0, by which the trainer divides its logits; use a "
+                "temperature above 0, or run.mode = 'debug-rollout-only'"
             )
         return self
 
@@ -382,19 +433,8 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _greedy_evaluations_ask_once(self) -> "RunConfig":
-        rollout = self.rollout
-        own = rollout.custom_generate_function_path or self.eval.eval_function_path
-        if own or self.data.generate_function_key:
-            return self
-        for one in self.eval.datasets:
-            count = one.n_samples_per_eval_prompt
-            greedy = one.temperature == 0 and one.custom_generate_function_path is None
-            if greedy and count > 1:
-                raise ValueError(
-                    f"temperature = 0 of eval.datasets {one.name!r} gives the same response "
-                    f"n_samples_per_eval_prompt = {count} times; use a temperature above 0, or 1"
-                )
+    def _evaluations_agree(self) -> "RunConfig":
+        check_evaluations(self)
         return self
 
     @model_validator(mode="after")

@@ -40,6 +40,12 @@ class WeightsConfig(Section):
                 "weights.custom_update_weight_post_write_path is about the folders of "
                 "weights.transport = 'disk'; use that, or remove it"
             )
+        default = type(self).model_fields["delta_base_interval"].default
+        if self.delta_base_interval != default and self.transport != "delta":
+            raise ValueError(
+                f"weights.delta_base_interval = {self.delta_base_interval} is of weights.transport "
+                f"= 'delta'; use that, or leave it at {default}"
+            )
         return self
 
 

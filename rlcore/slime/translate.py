@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rlcore.config.ahead import AGAINST_STALENESS, AHEAD
+from rlcore.config.algorithm import OF_A_PART
 from rlcore.config.engines import OWN_ARGUMENTS
 from rlcore.config.load import put
 from rlcore.config.section import Scalar
@@ -229,6 +231,7 @@ def join(given: dict[str, Any], done: Translation) -> None:
     _functions(given, done)
     _algorithm(given, done)
     _evaluation(given, done)
+    _without_use(done)
 
 
 def _mode(given: dict[str, Any], done: Translation) -> None:
@@ -452,9 +455,10 @@ def _functions(given: dict[str, Any], done: Translation) -> None:
 def _algorithm(given: dict[str, Any], done: Translation) -> None:
     _custom_loss(given, done)
     weigh = given.get("custom-tis-function-path")
-    if weigh == ICEPOP:
+    ahead = done.tree.get("run", {}).get("mode") in AHEAD
+    if weigh == ICEPOP and (ahead or given.get("use-tis")):
         _set(done, "algorithm.tis_mode", "mask")
-    elif weigh is not None and given.get("use-tis"):
+    elif weigh not in (None, ICEPOP) and given.get("use-tis"):
         _set(done, "algorithm.custom_tis_function_path", weigh)
     elif weigh is not None:
         done.notes.append(
@@ -526,3 +530,29 @@ def _evaluation(given: dict[str, Any], done: Translation) -> None:
     if datasets and "eval-config" not in given:
         said = [{k: v for k, v in one.items() if v is not None} for one in datasets]
         _set(done, "eval.datasets", said)
+
+
+def _without_use(done: Translation) -> None:
+    """Leave out what has no effect in slime either; a configuration may not hold such settings."""
+    algorithm, train = done.tree.get("algorithm", {}), done.tree["train"]
+    ahead = done.tree.get("run", {}).get("mode") in AHEAD
+    on = {switch for switch in OF_A_PART.values() if algorithm.get(switch)}
+    if ahead and not AGAINST_STALENESS & algorithm.keys():
+        on.add("use_tis")
+    parts = dict(OF_A_PART)
+    if not algorithm.get("kl_coef"):
+        parts["kl_loss_type"] = "use_kl_loss"
+    own = ("custom_advantage_function_path", "custom_loss_function_path")
+    for key, switch in {} if any(algorithm.get(name) for name in own) else parts.items():
+        if key in algorithm and switch not in on:
+            del algorithm[key]
+            done.notes.append((_option(key), f"without {_option(switch)} it has no effect"))
+    if train.get("lr_schedule") == "constant" and train.pop("lr_min", None):
+        done.notes.append(("--min-lr", "with --lr-decay-style constant it has no effect"))
+    tracking = done.tree.get("tracking", {})
+    if not tracking.get("tensorboard") and tracking.pop("tensorboard_dir", None):
+        done.notes.append(("--tb-project-name", "without --use-tensorboard it has no effect"))
+
+
+def _option(key: str) -> str:
+    return f"--{key.replace('_', '-')}"

@@ -46,7 +46,8 @@ def test_a_run_survives_the_death_of_each_of_its_actors(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_one_engine_of_two_dies_and_one_rank_of_two(tmp_path: Path) -> None:
     sluice, path = Sluice(tmp_path / "root", tmp_path), str(short(tmp_path, ITERATIONS))
-    sets = [*SETS, "--set", "rollout.num_engines=2", "--set", "cluster.actor_num_gpus_per_node=2"]
+    two = ("rollout_num_gpus", "actor_num_gpus_per_node")
+    sets = [*SETS, *(part for name in two for part in ("--set", f"cluster.{name}=2"))]
     sluice("train", path, "--run-id", "calm", *sets)
 
     process = sluice.start("train", path, "--run-id", "hurt", "--json", *sets)

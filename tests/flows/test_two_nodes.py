@@ -26,7 +26,7 @@ def test_two_nodes_train_what_one_does_and_a_lost_node_loses_nothing(
     nodes: TwoNodes, tmp_path: Path
 ) -> None:
     path = str(short(tmp_path, ITERATIONS, more="state_interval = 1"))
-    ranks = ("--set", "rollout.num_engines=2")
+    ranks = ("--set", "cluster.rollout_num_gpus=2")
     one = Sluice(tmp_path / "root", tmp_path)
     one(
         "train",
@@ -68,7 +68,7 @@ def test_nodes_without_a_common_disk_fetch_the_model_and_get_weights_by_broadcas
 ) -> None:
     nodes.start_s3()
     far = Sluice("s3://runs/sluice", tmp_path, env=nodes.env, within=nodes.first.within)
-    over = ("--set", "rollout.num_engines=2", "--set", "cluster.actor_num_nodes=2")
+    over = ("--set", "cluster.rollout_num_gpus=2", "--set", "cluster.actor_num_nodes=2")
     over += ("--set", f"cluster.ray_address={nodes.ray_address}")
     path = str(short(tmp_path, 2))
     said = far("train", path, "--run-id", "far", *over, code=1, timeout=PATIENCE_S)

@@ -262,9 +262,10 @@ def test_an_interval_is_due_at_its_multiples_and_where_asked_at_the_end() -> Non
 
 def test_sizes_follow_from_the_sections() -> None:
     cluster = {"rollout_num_gpus": 4, "rollout_num_gpus_per_engine": 2, "actor_num_nodes": 2}
-    config = build_config(tree(cluster=cluster, train={"num_iterations": 5}))
+    rollout = {"engine": "sglang"}
+    config = build_config(tree(cluster=cluster, rollout=rollout, train={"num_iterations": 5}))
     assert (config.num_engines, config.world_size, config.total_steps) == (2, 2, 5)
-    assert build_config(tree(rollout={"num_engines": 3})).num_engines == 3
+    assert build_config(tree(cluster={"rollout_num_gpus": 3})).num_engines == 3
 
 
 def test_the_canary_is_strict_only_where_both_sides_compute_in_float32() -> None:

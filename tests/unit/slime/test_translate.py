@@ -307,6 +307,22 @@ def test_functions_are_taken_as_slime_s() -> None:
     assert not config_of(typed).compat.slime
 
 
+def test_what_has_no_effect_in_slime_either_is_left_out_and_said() -> None:
+    unused = "--kl-loss-coef 0.01 --kl-loss-type k2 --tis-clip 3 --opsm-delta 1 --opd-kl-coef 2"
+    more = "--lr-decay-style constant --min-lr 1e-7 --tb-project-name boards"
+    icepop = "--custom-tis-function-path slime.backends.megatron_utils.loss.icepop_function"
+    line = f"{SHORTEST} {unused} {more} {icepop}"
+    config = config_of(line)
+    assert (config.algorithm.kl_loss_coef, config.algorithm.tis_mode) == (0.001, "clip")
+    assert (config.train.lr_min, config.tracking.tensorboard_dir) == (0.0, "")
+    told = dict(translate(shlex.split(line)).notes)
+    assert told["--kl-loss-coef"] == "without --use-kl-loss it has no effect"
+    wanted = {"--kl-loss-type", "--tis-clip", "--opsm-delta", "--opd-kl-coef", "--min-lr"}
+    assert wanted < told.keys() and "--tb-project-name" in told
+    late = config_of(f"train_async.py {SHORTEST} --tis-clip 3 {icepop}").algorithm
+    assert (late.use_tis, late.tis_clip, late.tis_mode) == (True, 3.0, "mask")
+
+
 def test_an_evaluation_may_have_a_reward_key_of_its_own() -> None:
     assert config_of(f"{SHORTEST} --eval-reward-key acc").eval.reward_key == "acc"
 
