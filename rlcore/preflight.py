@@ -5,6 +5,7 @@ row, since a function that raises or hangs would otherwise be found only after t
 """
 
 import json
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from rlcore.cluster.ray_session import LOCAL, check_head, where_ray_is
 from rlcore.config import ModelConfig, RunConfig
 from rlcore.data.dataset import OPTIONAL, check_dataset, first_rows, require_columns
 from rlcore.data.demonstrations import require_demonstration
+from rlcore.data.prompts import Prompt, refuse_mark
 from rlcore.engine.options import check_options
 from rlcore.errors import (
     ClusterError,
@@ -24,7 +26,7 @@ from rlcore.errors import (
     StoreError,
 )
 from rlcore.images.files import KIND as IMAGE
-from rlcore.images.processor import takes_images
+from rlcore.images.processor import mark_of_images, takes_images
 from rlcore.images.text_alone import check_text_alone
 from rlcore.models.hf_config import read_hf_config
 from rlcore.models.megatron_layout import MegatronLayout, check_layout
@@ -200,12 +202,20 @@ def check_images(config: RunConfig) -> None:
 
 def check_data(config: RunConfig) -> None:
     """Every row of every data set can be read and has the columns that are named."""
-    require_columns(config.data, check_dataset(config.data).columns, OPTIONAL)
+    look = _look(config)
+    require_columns(config.data, check_dataset(config.data, look=look).columns, OPTIONAL)
     for held_out in config.eval.datasets:
         # What it does not say itself may be about columns of the training data alone.
         own = [name for name in OPTIONAL if getattr(held_out, name, None) is not None]
         data = held_out.data(config.data)
-        require_columns(data, check_dataset(data, evaluation=True).columns, own)
+        require_columns(data, check_dataset(data, evaluation=True, look=look).columns, own)
+
+
+def _look(config: RunConfig) -> Callable[[Prompt, str], None] | None:
+    """What is looked for in the prompts of a model that sees images."""
+    folder = config.model.path
+    mark = mark_of_images(folder, config.model.tokenizer or folder) if folder else None
+    return None if mark is None else lambda prompt, path: refuse_mark(prompt, path, mark)
 
 
 def check_plugins(config: RunConfig) -> None:
@@ -219,6 +229,10 @@ def check_plugins(config: RunConfig) -> None:
         if held_out.custom_generate_function_path:
             setting = f"custom_generate_function_path of eval.datasets {held_out.name!r}"
             load_checked(held_out.custom_generate_function_path, setting, "generate")
+        if held_out.custom_rm_path:
+            setting = f"custom_rm_path of eval.datasets {held_out.name!r}"
+            reward: Kind = "batched_reward" if config.reward.batched else "reward"
+            load_checked(held_out.custom_rm_path, setting, reward)
     if config.eval.eval_function_path is not None:
         load_checked(config.eval.eval_function_path, "eval.eval_function_path", "rollout")
     if config.rollout.data_source_path is not None:

@@ -18,6 +18,7 @@ from rlcore.data.rows import Row, split_slice
 from rlcore.errors import DataError
 from rlcore.images.files import KIND as IMAGE
 from rlcore.images.files import check_image, images_of, read_image
+from rlcore.images.layout import places
 from rlcore.images.processor import ImageProcessor
 from rlcore.rollout.limits import ROW_PARAMS_KEY, check_row_params
 from rlcore.sample import Sample
@@ -369,14 +370,43 @@ def encode_prompts(
             raise DataError(f"{path} row {prompt.row}: the prompt has no tokens: {prompt.prompt!r}")
         prompt.tokens = list(tokens)
         if prompt.has_images:
-            prompt.tokens = _with_places(prompt, path, get_images())
+            prompt.tokens = _with_places(prompt, path, get_images(), tokenizer)
 
 
-def _with_places(prompt: Prompt, path: str, images: ImageProcessor) -> list[int]:
+def _with_places(prompt: Prompt, path: str, images: ImageProcessor, tokenizer: Any) -> list[int]:
+    ids = prompt.tokens or []
     try:
-        return images.expand(prompt.tokens or [], images_of(prompt.loaded().media))
+        items = images_of(prompt.loaded().media)
+        made = images.expand(ids, items)
     except DataError as error:
         raise DataError(f"{path} row {prompt.row}: {error}") from None
+    if places(ids, images.token) > len(items):
+        raise _marked(prompt, path, tokenizer.decode([images.token]))
+    return made
+
+
+def refuse_mark(prompt: Prompt, path: str, mark: str) -> None:
+    """Refuse a prompt with images whose own text has the model's mark of an image: the first image
+    would go there.
+
+    Raises:
+        DataError: naming the row.
+    """
+    said = prompt.prompt
+    texts = [said] if isinstance(said, str) else [m.get("content") for m in said]
+    for text in texts if prompt.has_images else ():
+        parts = text if isinstance(text, list) else [{"text": text}]
+        found = (part.get("text") for part in parts if isinstance(part, dict))
+        if any(isinstance(one, str) and mark in one for one in found):
+            raise _marked(prompt, path, mark)
+
+
+def _marked(prompt: Prompt, path: str, mark: str) -> DataError:
+    return DataError(
+        f"{path} row {prompt.row}: the text of the prompt has {mark!r}, by which the model knows "
+        "an image, so that images would be mixed up; take it out of the row (the place of an image "
+        "is <image>)"
+    )
 
 
 def require_text(prompts: Sequence[Prompt], path: str) -> None:

@@ -77,6 +77,11 @@ def expand(ids: Sequence[int], counts: Sequence[int], token: int) -> list[int]:
     return [*out, *ids[end:]]
 
 
+def places(ids: Ids, token: int) -> int:
+    """How many runs of the placeholder there are."""
+    return len(_runs(ids, token))
+
+
 def collapse(ids: Sequence[int], images: int, token: int) -> list[int]:
     """The inverse of `expand`: one placeholder for each of the images."""
     out: list[int] = []

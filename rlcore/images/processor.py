@@ -22,20 +22,37 @@ Images = Sequence[Mapping[str, Any]]
 
 def takes_images(folder: str | Path) -> bool:
     """Whether the model of a Hugging Face folder has a vision tower, as its config.json says."""
-    try:
-        config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return isinstance(config, dict) and "vision_config" in config
+    return "vision_config" in _read(Path(folder) / "config.json")
 
 
 def own_template(folder: str | Path) -> str | None:
     """The chat template that a folder keeps for its processor alone, in chat_template.json."""
+    text = _read(Path(folder) / "chat_template.json").get("chat_template")
+    return None if text is None else str(text)
+
+
+def mark_of_images(folder: str | Path, tokenizer: str | Path) -> str | None:
+    """The text that stands for an image in prompts; None: it is not known from the files.
+
+    Args:
+        folder: of the model.
+        tokenizer: folder of its tokenizer.
+    """
+    token = _read(Path(folder) / "config.json").get("image_token_id")
+    config = _read(Path(tokenizer) / "tokenizer_config.json").get("added_tokens_decoder") or {}
+    added = _read(Path(tokenizer) / "tokenizer.json").get("added_tokens") or []
+    named = {str(one["id"]): one for one in added} | config
+    found = named.get(str(token), {}).get("content")
+    return str(found) if found else None
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """A JSON object; empty where there is none."""
     try:
-        text = (Path(folder) / "chat_template.json").read_text(encoding="utf-8")
-        return str(json.loads(text)["chat_template"])
-    except (OSError, ValueError, KeyError):
-        return None
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 class ImageProcessor:

@@ -7,7 +7,7 @@ import pytest
 
 from rlcore.config import ModelConfig, RunConfig, build_config
 from rlcore.errors import ConfigError, DataError, PluginError
-from rlcore.preflight import check_data, check_model, check_reward, preflight
+from rlcore.preflight import check_data, check_model, check_plugins, check_reward, preflight
 
 PLUGIN = """
 async def generate(args, sample, sampling_params):
@@ -67,6 +67,17 @@ def test_the_key_of_evaluations_is_tried_too(tmp_path: Path) -> None:
     check_reward(tried("strict"))
     with pytest.raises(PluginError, match=r"trial with eval\.reward_key .*'strct'"):
         check_reward(tried("strct"))
+
+
+def test_the_reward_of_a_data_set_is_loaded_before_the_run(tmp_path: Path) -> None:
+    own = {"name": "a", "path": f"{tmp_path}/prompts.jsonl"}
+    for name in ("keyed", "keyd"):
+        own["custom_rm_path"] = f"{tmp_path}/plugin.py:{name}"
+        made = config(tmp_path, eval={"datasets": [own]})
+        if name == "keyed":
+            check_plugins(made)
+    with pytest.raises(PluginError, match=r"custom_rm_path of eval\.datasets 'a'.*'keyed'"):
+        check_plugins(made)
 
 
 def test_columns_that_rows_may_lack_are_in_one_of_them(tmp_path: Path) -> None:

@@ -12,10 +12,12 @@ import pytest
 from PIL import Image
 from vision_models import picture
 
+from rlcore.config import build_config
 from rlcore.config.tree import DataConfig
 from rlcore.data import check_dataset, load_dataset
 from rlcore.errors import ConfigError, DataError
 from rlcore.images.processor import ImageProcessor, own_template
+from rlcore.preflight import check_data
 
 PLACE = "<|vision_start|><|image_pad|><|vision_end|>"
 
@@ -77,6 +79,35 @@ def test_an_image_that_the_model_refuses_is_told_with_its_row(
         data.tokenized([0], tokenizer)
     with pytest.raises(DataError, match=r"refuses image thin\.png \(1 x 300\)"):
         images.pixels([{"bytes": thin.getvalue(), "path": "thin.png"}])
+
+
+@pytest.mark.parametrize("pic", [True, False])
+def test_the_mark_of_an_image_in_the_text_of_a_row_is_told(
+    pic: bool, tmp_path: Path, model_folder: Path, tokenizer: Any
+) -> None:
+    """Where there is no image to be mixed up with it is a token like any other."""
+    (tmp_path / "a.png").write_bytes(picture("red"))
+    said = "a<|image_pad|>b<image>" if pic else "a<|image_pad|>b"
+    rows = [{"prompt": "<image>", "pics": "a.png"}]
+    rows.append({"prompt": said} | ({"pics": "a.png"} if pic else {}))
+    path = lines(tmp_path / "d.jsonl", rows)
+    images = ImageProcessor(model_folder)
+    data = load_dataset(config(path), lambda: tokenizer, get_images=lambda: images)
+    tree = {
+        "model": {"path": str(model_folder)},
+        "data": config(path).model_dump(),
+        "reward": {"rm_type": "math"},
+    }
+    run = build_config(tree)
+    if not pic:
+        check_data(run)
+        assert images.token in (data.tokenized([1], tokenizer)[0].tokens or [])
+        return
+    fault = r"d\.jsonl row 1: the text of the prompt has '<\|image_pad\|>'.* take it out"
+    with pytest.raises(DataError, match=fault):
+        data.tokenized([0, 1], tokenizer)
+    with pytest.raises(DataError, match=fault):
+        check_data(run)
 
 
 def test_lengths_count_the_features(tmp_path: Path, model_folder: Path, tokenizer: Any) -> None:
