@@ -180,8 +180,7 @@ def check_megatron(config: RunConfig) -> None:
     if config.model.lora_rank:
         raise ConfigError(NO_LORA)
     folder = Path(config.model.path) if config.model.path else None
-    uneven = any("_pipeline_stage" in name for name in config.megatron)
-    if folder is not None and not uneven:
+    if folder is not None:
         layout = MegatronLayout.of(config.megatron)
         check_layout(read_hf_config(folder), layout, config.world_size)
 

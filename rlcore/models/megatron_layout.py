@@ -15,6 +15,8 @@ from rlcore.models.architecture import Architecture
 from rlcore.weights.megatron import FAMILIES
 
 Recompute = Literal["selective", "full"]
+UNEVEN = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
+"""Settings of stages with a number of layers of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +25,9 @@ class MegatronLayout:
 
     tensor_model_parallel_size: int = 1
     pipeline_model_parallel_size: int = 1
+    num_layers_in_first_pipeline_stage: int | None = None
+    """None: as many as other stages have."""
+    num_layers_in_last_pipeline_stage: int | None = None
     context_parallel_size: int = 1
     expert_model_parallel_size: int = 1
     expert_tensor_parallel_size: int | None = None
@@ -61,6 +66,26 @@ class MegatronLayout:
             * self.pipeline_model_parallel_size
             * self.context_parallel_size
         )
+
+    def layers_of_stages(self, layers: int) -> list[int]:
+        """How many of a model's layers each stage of the pipeline has; what does not divide is
+        left out.
+        """
+        stages = self.pipeline_model_parallel_size
+        own = self._own_layers
+        rest = stages - len(own)
+        each = (layers - sum(own.values())) // rest if rest else 0
+        return [own.get(stage, each) for stage in range(stages)]
+
+    @property
+    def _own_layers(self) -> dict[int, int]:
+        """Layers of the stages whose number is set."""
+        last = self.pipeline_model_parallel_size - 1
+        named = (
+            (0, self.num_layers_in_first_pipeline_stage),
+            (last, self.num_layers_in_last_pipeline_stage),
+        )
+        return {stage: layers for stage, layers in named if layers is not None}
 
 
 def check_layout(arch: Architecture, layout: MegatronLayout, ranks: int) -> None:
@@ -117,14 +142,30 @@ def _wrong_cuts(arch: Architecture, layout: MegatronLayout) -> Iterator[str]:
             f"megatron.tensor_model_parallel_size = {tensor} and the {keys} heads of keys and "
             "values divide in neither direction"
         )
-    if arch.num_hidden_layers % layout.pipeline_model_parallel_size:
+    stages, layers = layout.pipeline_model_parallel_size, arch.num_hidden_layers
+    found = layout.layers_of_stages(layers)
+    if sum(found) != layers or min(found) < 1:
+        own = [name for name in UNEVEN if getattr(layout, name) is not None]
+        beside = f" beside megatron.{' and '.join(own)}" if own else ""
         yield (
-            f"megatron.pipeline_model_parallel_size = {layout.pipeline_model_parallel_size} does "
-            f"not divide {arch.num_hidden_layers} layers"
+            f"megatron.pipeline_model_parallel_size = {stages} does not divide {layers} "
+            f"layers{beside}"
         )
+    yield from _wrong_context(arch, layout)
     if layout.sequence_parallel and tensor == 1:
         yield "megatron.sequence_parallel = true has no effect without tensor parallel ranks"
     yield from _wrong_experts(arch, layout)
+
+
+def _wrong_context(arch: Architecture, layout: MegatronLayout) -> Iterator[str]:
+    """Ranks swap tokens for heads around attention, of those that a tensor-parallel rank has."""
+    tensor, context = layout.tensor_model_parallel_size, layout.context_parallel_size
+    heads, groups = arch.num_attention_heads // tensor, arch.num_key_value_heads // tensor
+    if context > 1 and (heads % context or (groups % context and context % max(groups, 1))):
+        yield (
+            f"megatron.context_parallel_size = {context} must divide the {heads} heads of a "
+            f"tensor-parallel rank, and divide or be a multiple of its {groups} heads of keys"
+        )
 
 
 def _wrong_experts(arch: Architecture, layout: MegatronLayout) -> Iterator[str]:

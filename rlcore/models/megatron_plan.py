@@ -9,8 +9,10 @@ Traffic is what one rank sends. Sums over a group are counted as rings: with n r
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from math import ceil, prod
 
 from rlcore.models.architecture import Architecture
@@ -88,11 +90,12 @@ def stage_shares(arch: Architecture, layout: MegatronLayout) -> list[Share]:
     """Parameters of a rank of each stage of the pipeline."""
     stages = layout.pipeline_model_parallel_size
     shares = [Share() for _ in range(stages)]
+    ends = list(accumulate(layout.layers_of_stages(arch.num_hidden_layers)))
     for rule in rules(arch):
         last = not rule.megatron.startswith("embedding")
         stage = stages - 1 if last else 0
         if rule.layer is not None:
-            stage = rule.layer * stages // arch.num_hidden_layers
+            stage = bisect(ends, rule.layer)
         # Latent attention's first projections are whole on every rank.
         divide = None if "_down_proj" in rule.megatron else rule.divide
         shares[stage] += _share(rule.shape, divide, rule.expert is not None, layout)
@@ -141,14 +144,14 @@ def stage_memory(
         "gradients": float(own * GRADIENT * models),
         "optimizer": stored * (master + moments) * models,
         "frozen models": float(own * work.bytes_of_numbers * work.frozen),
-        "activations": activations(arch, work, layout, in_flight),
+        "activations": activations(arch, work, layout, in_flight, stage),
         "logits": of_logits if stage == stages - 1 else 0.0,
         "CUDA and NCCL": CONTEXT,
     }
 
 
 def activations(
-    arch: Architecture, work: Work, layout: MegatronLayout, in_flight: int = 1
+    arch: Architecture, work: Work, layout: MegatronLayout, in_flight: int = 1, stage: int = 0
 ) -> float:
     """Bytes that backward needs of the micro-batches that a stage has begun and not ended.
 
@@ -162,7 +165,7 @@ def activations(
     if arch.num_experts:
         # What experts are given: a copy of a token for each.
         whole += arch.num_experts_per_tok * arch.hidden_size * number / along
-    layers = in_flight * arch.num_hidden_layers // layout.pipeline_model_parallel_size
+    layers = in_flight * layout.layers_of_stages(arch.num_hidden_layers)[stage]
     tokens = work.tokens_per_micro_batch
     if layout.recompute_granularity != "full":
         return float(tokens * layers * whole)

@@ -15,7 +15,6 @@ from megatron.core.distributed import DistributedDataParallelConfig
 
 from rlcore.config.tree import MegatronTable, TrainConfig
 from rlcore.errors import ConfigError
-from rlcore.models.architecture import Architecture
 from rlcore.plugins import MEGATRON
 from rlcore.train.megatron.model import Layout
 from rlcore.train.megatron.table import OF_COPIES, OF_LAYOUT, check_table
@@ -71,23 +70,3 @@ def _copies(table: MegatronTable, train: TrainConfig) -> DistributedDataParallel
 def _reads_weights(train: TrainConfig) -> bool:
     """Whether functions of one's own get the model before a pass: it must be whole then."""
     return any(getattr(train, name) for name in MEGATRON if "before" in name)
-
-
-def check_layout(arch: Architecture, layout: Layout) -> None:
-    """Whether a model can be trained so.
-
-    Raises:
-        ConfigError: naming the settings that do not go together.
-    """
-    tensor, context = layout.tensor_parallel, layout.context_parallel
-    if arch.num_experts and tensor > 1 and not layout.sequence_parallel:
-        raise ConfigError(
-            f"megatron.tensor_model_parallel_size = {tensor} with experts needs "
-            "megatron.sequence_parallel = true"
-        )
-    heads, groups = arch.num_attention_heads // tensor, arch.num_key_value_heads // tensor
-    if context > 1 and (heads % context or (groups % context and context % max(groups, 1))):
-        raise ConfigError(
-            f"megatron.context_parallel_size = {context} must divide the {heads} heads of a "
-            f"tensor-parallel rank, and divide or be a multiple of its {groups} heads of keys"
-        )

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+import torch.distributed as dist
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
@@ -27,6 +28,7 @@ from rlcore.conversion.sources import HfFolder, Weights
 from rlcore.errors import ConfigError, TrainError
 from rlcore.models.architecture import Architecture
 from rlcore.models.hf_config import read_hf_config
+from rlcore.models.megatron_layout import MegatronLayout, check_layout
 from rlcore.train.backend import Critic, Models
 from rlcore.train.base import TORCH_DTYPES, BaseTrainer
 from rlcore.train.fsdp.model import current_device
@@ -41,7 +43,7 @@ from rlcore.train.megatron.hooks import Hooked, HookedCritic, HookedTraining, Ho
 from rlcore.train.megatron.model import build_model
 from rlcore.train.megatron.network import Network, PolicyNetwork
 from rlcore.train.megatron.optimizer import MOMENTS, DistributedAdamW
-from rlcore.train.megatron.settings import Settings, check_layout
+from rlcore.train.megatron.settings import Settings
 from rlcore.train.megatron.table import NO_LORA
 from rlcore.train.megatron.weights import ReadTensor, load_weights, own_share, united
 from rlcore.train.out_of_memory import bytes_of_all
@@ -80,6 +82,7 @@ class MegatronTrainer(BaseTrainer[PolicyNetwork, DistributedAdamW]):
         where = current_device(device)
         super().__init__(train, algorithm, temperature=temperature, seed=seed, device=where)
         self._settings = Settings.of(megatron or {}, train)
+        self._cuts = MegatronLayout.of(megatron or {})
         if lora is not None:
             raise ConfigError(NO_LORA)
         self._hooks = Hooks(train, megatron or {})
@@ -177,7 +180,7 @@ class MegatronTrainer(BaseTrainer[PolicyNetwork, DistributedAdamW]):
     def _build_chunks(self, arch: Architecture) -> list[GPTModel]:
         """This rank's runs of layers, with weights yet to be loaded."""
         layout = self._settings.layout
-        check_layout(arch, layout)
+        check_layout(arch, self._cuts, dist.get_world_size())
         runs = range(layout.virtual_pipeline) if layout.virtual_pipeline else (None,)
         precision, more = self._train.precision, self._settings.more
         with without_cuda():

@@ -41,6 +41,15 @@ H200 = GPUS["h200"]
         ({"tensor_model_parallel_size": 0}, "tensor_model_parallel_size = 0 must be at least 1"),
         ({"pipeline_model_parallel_size": 8}, "8 does not divide 36 layers"),
         ({"context_parallel_size": 16}, "8 trainer ranks"),
+        ({"context_parallel_size": 3}, "= 3 must divide the 32 heads of a tensor-parallel rank"),
+        (
+            {"pipeline_model_parallel_size": 4, "num_layers_in_last_pipeline_stage": 7},
+            "4 does not divide 36 layers beside megatron.num_layers_in_last_pipeline_stage",
+        ),
+        (
+            {"pipeline_model_parallel_size": 2, "num_layers_in_first_pipeline_stage": 36},
+            "2 does not divide 36 layers beside",
+        ),
         ({"expert_model_parallel_size": 2}, "the model has no experts"),
         ({"sequence_parallel": True}, "has no effect without tensor parallel ranks"),
     ],
@@ -74,6 +83,17 @@ def test_a_family_that_megatron_lacks() -> None:
 def test_uncut_a_rank_holds_the_model(arch: Any) -> None:
     [share] = stage_shares(arch, MegatronLayout())
     assert share.dense + share.expert == size_of(arch).parameters
+
+
+def test_stages_may_have_layers_of_their_own() -> None:
+    even = MegatronLayout(pipeline_model_parallel_size=4)
+    own = replace(even, num_layers_in_first_pipeline_stage=6, num_layers_in_last_pipeline_stage=8)
+    check_layout(DENSE, own, 8)
+    assert own.layers_of_stages(36) == [6, 11, 11, 8]
+    first, second, *_ = stage_shares(DENSE, own)
+    assert second.dense / 11 == stage_shares(DENSE, even)[1].dense / 9
+    assert first.dense < stage_shares(DENSE, even)[0].dense
+    assert activations(DENSE, WORK, own, 1, 1) > activations(DENSE, WORK, even, 1, 1)
 
 
 def test_stages_and_experts_add_up() -> None:

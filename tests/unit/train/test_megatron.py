@@ -18,7 +18,6 @@ from rlcore.models.hf_config import read_hf_config  # noqa: E402
 from rlcore.plugins import load_function  # noqa: E402
 from rlcore.train.fsdp.trainer import FsdpTrainer  # noqa: E402
 from rlcore.train.megatron.model import Layout, transformer_config  # noqa: E402
-from rlcore.train.megatron.settings import check_layout  # noqa: E402
 from rlcore.train.megatron.trainer import MegatronTrainer  # noqa: E402
 from rlcore.train.trainer import Lora  # noqa: E402
 
@@ -214,19 +213,26 @@ def test_settings_are_checked_by_name(
 
 
 @pytest.mark.parametrize(
-    ("layout", "words"),
+    ("table", "words"),
     [
-        (Layout(tensor_parallel=2), r"needs megatron\.sequence_parallel = true"),
-        (Layout(context_parallel=3), "must divide the 4 heads"),
-        (Layout(sequence_parallel=True), "megatron-core refuses these settings"),
+        ({"sequence_parallel": True}, "has no effect without tensor parallel ranks"),
+        ({"num_layers_in_first_pipeline_stage": 1}, "beside megatron.num_layers_in_first"),
     ],
 )
-def test_a_layout_that_the_model_cannot_have(layout: Layout, words: str, tmp_path: Path) -> None:
+def test_a_layout_that_the_model_cannot_have(
+    process_group: None, table: dict[str, Any], words: str, tmp_path: Path
+) -> None:
     tiny_families.build("qwen3_moe", tmp_path)
-    arch = read_hf_config(tmp_path)
+    where: dict[str, Any] = {"temperature": 1.0, "seed": 0, "device": "cpu"}
+    trainer = MegatronTrainer(TrainConfig(), AlgorithmConfig(), **where, megatron=table)
     with pytest.raises(ConfigError, match=words):
-        check_layout(arch, layout)
-        transformer_config(arch, layout, "float32", {})
+        trainer.load(tmp_path, "start")
+
+
+def test_settings_that_megatron_core_refuses_are_told(tmp_path: Path) -> None:
+    tiny_families.build("qwen3_moe", tmp_path)
+    with pytest.raises(ConfigError, match="megatron-core refuses these settings"):
+        transformer_config(read_hf_config(tmp_path), Layout(sequence_parallel=True), "float32", {})
 
 
 def test_what_is_not_there_is_said(process_group: None, toy: Any, tmp_path: Path) -> None:
