@@ -109,6 +109,10 @@ class Router(TopKRouter):
         """int64 [experts]: tokens that each was given."""
         self.step_load: Tensor | None = None
         """The same, since the bias was last moved."""
+        self.losses: dict[str, Tensor] = {}
+        """float32: those that joined in backward, by name and without their coefficients: sums over
+        the micro-batches of steps, each with its share.
+        """
 
     def forward(self, hidden: Tensor, padding_mask: Tensor | None = None) -> Any:
         """Probabilities and choice of experts for each of this rank's tokens."""
@@ -150,17 +154,24 @@ class Router(TopKRouter):
         self, activation: Tensor, aux_loss_coeff: float, aux_loss: Tensor, *_: Any, **__: Any
     ) -> Tensor:
         """Have the loss of an uneven choice, in a micro-batch, join the others in backward."""
+        self._add("aux_loss", aux_loss / aux_loss_coeff, self.shares[0])
         joined: Tensor = MoEAuxLossAutoScaler.apply(activation, aux_loss * self.shares[0])
         return joined
 
     def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
         """The same for the mean square of what normalises the scores of this rank's tokens."""
         coefficient = self.config.moe_z_loss_coeff
-        if coefficient is None or not torch.is_grad_enabled():
+        if not coefficient or not torch.is_grad_enabled():
             return logits
         loss = z_loss_func(logits, coefficient, padding_mask=padding_mask)
+        self._add("z_loss", loss / coefficient, self.shares[1])
         joined: Tensor = MoEAuxLossAutoScaler.apply(logits, loss * self.shares[1])
         return joined
+
+    def _add(self, name: str, loss: Tensor, share: float) -> None:
+        """Note a loss; only what is passed with gradients has one, so each counts once."""
+        part = loss.detach().float() * share
+        self.losses[name] = self.losses[name] + part if name in self.losses else part
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
         """Nothing: `load` has the counts."""
@@ -180,7 +191,10 @@ class Routers:
         self._device = next(chunks[0].parameters()).device
         config = chunks[0].config
         self._rate = config.moe_router_bias_update_rate
-        self._balances = bool(config.moe_aux_loss_coeff or config.moe_z_loss_coeff)
+        coefficients = {"aux_loss": config.moe_aux_loss_coeff, "z_loss": config.moe_z_loss_coeff}
+        self._losses = [name for name, coefficient in coefficients.items() if coefficient]
+        self._steps = 0
+        """That passed with losses, since the figures were reset."""
         self._here: dict[int, Router] = {}
         for chunk in chunks:
             for layer in chunk.decoder.layers:
@@ -196,11 +210,12 @@ class Routers:
         self.take(None)
         for router in self._here.values():
             router.again.clear()
-        if self._here and self._balances:
+        if self._here and self._losses:
             counted = [one for one in tokens if one.counted]
             found = torch.tensor(sum(one.whole for one in counted), device=self._device)
             dist.all_reduce(found, group=parallel_state.get_data_parallel_group())
             step = int(found)
+            self._steps += step > 0
             for one in counted:
                 one.shares = (one.whole / step, one.real / step)
 
@@ -279,8 +294,10 @@ class Routers:
 
     def reset(self) -> None:
         """See `Load`."""
+        self._steps = 0
         for router in self._here.values():
             router.load = router.step_load = None
+            router.losses = {}
 
     def figures(self) -> dict[str, float]:
         """See `Load`."""
@@ -293,7 +310,27 @@ class Routers:
             if layer in self._here and (load := self._here[layer].load) is not None:
                 counts[row] = load
         dist.all_reduce(counts)
-        return load_figures(counts)
+        return load_figures(counts) | self._of_losses(len(sparse))
+
+    def _of_losses(self, layers: int) -> dict[str, float]:
+        """Means of the losses over layers and steps, without their coefficients."""
+        if not self._losses:
+            return {}
+        sums = torch.zeros(1 + len(self._losses), dtype=torch.float64, device=self._device)
+        sums[0] = self._steps
+        for router in self._here.values():
+            for k, name in enumerate(self._losses, 1):
+                sums[k] += router.losses.get(name, 0.0)
+        # A stage without experts counts no steps.
+        dist.all_reduce(sums[:1], dist.ReduceOp.MAX)
+        dist.all_reduce(sums[1:])
+        steps, *found = sums.tolist()
+        if not steps:
+            return {}
+        return {
+            f"moe/{name}": total / (layers * steps)
+            for name, total in zip(self._losses, found, strict=True)
+        }
 
 
 def _padding(tokens: Tokens, hidden: Tensor) -> Tensor | None:

@@ -167,10 +167,10 @@ def test_biases_move_alike_in_every_layout(layout: str, pair: Path, moved: Any, 
 # --- losses of the routers ------------------------------------------------------------------------
 
 
-def norm_of_losses(folder: Path, micros: Sequence[Sequence[TrainSequence]]) -> float:
-    """That of their gradient, by transformers: the mean over micro-batches, by their tokens, of
-    E sum_e f_e P_e (arXiv 2101.03961, f the share of choices, P the mean score) and of the mean
-    square of log sum exp (arXiv 2202.08906).
+def losses_of(folder: Path, micros: Sequence[Sequence[TrainSequence]]) -> dict[str, float]:
+    """Norm of their gradient, and both over the layers, by transformers: the mean over
+    micro-batches, by their tokens, of E sum_e f_e P_e (arXiv 2101.03961, f the share of choices, P
+    the mean score) and of the mean square of log sum exp (arXiv 2202.08906).
     """
     from transformers import AutoModelForCausalLM
 
@@ -182,6 +182,7 @@ def norm_of_losses(folder: Path, micros: Sequence[Sequence[TrainSequence]]) -> f
     experts, top = model.config.num_experts, model.config.num_experts_per_tok
     tokens = sum(len(s.tokens) - 1 for micro in micros for s in micro)
     loss = torch.zeros(())
+    figures = {"moe/aux_loss": 0.0, "moe/z_loss": 0.0}
     for micro in micros:
         parts: list[list[Any]] = [[] for _ in gates]
         for s in micro:
@@ -196,9 +197,11 @@ def norm_of_losses(folder: Path, micros: Sequence[Sequence[TrainSequence]]) -> f
             square = logits.logsumexp(-1).square().mean()
             weighed = LOSSES["moe_aux_loss_coeff"] * uneven + LOSSES["moe_z_loss_coeff"] * square
             loss = loss + weighed * (len(logits) / tokens)
+            for name, value in zip(figures, (uneven, square), strict=True):
+                figures[name] += float(value.detach()) * len(logits) / tokens / len(gates)
     loss.backward()
     norms = [p.grad.norm() for p in model.parameters() if p.grad is not None]
-    return float(torch.stack(norms).norm())
+    return figures | {"grad_norm": float(torch.stack(norms).norm())}
 
 
 def cut(toy: Any, sequences: Any, ranks: int, parts: int) -> list[Any]:
@@ -212,9 +215,23 @@ def test_losses_of_routers_weigh_as_tokens_do(
     parts: int, toy: Any, make: Make, models: Path, indifferent: Any
 ) -> None:
     batch = toy.shares(indifferent, 1, micro_batches=parts)[0]
-    got = make(ROUTED, megatron=LOSSES).train("start", "next", batch).metrics["grad_norm"]
-    want = norm_of_losses(models / ROUTED, cut(toy, indifferent, 1, parts))
-    assert got == pytest.approx(want, rel=1e-4) and want > 1e-3
+    got = make(ROUTED, megatron=LOSSES).train("start", "next", batch).metrics
+    want = losses_of(models / ROUTED, cut(toy, indifferent, 1, parts))
+    assert {name: got[name] for name in want} == pytest.approx(want, rel=1e-4)
+    assert want["grad_norm"] > 1e-3
+
+
+def test_losses_of_routers_are_means_over_the_steps(
+    toy: Any, make: Make, models: Path, indifferent: Any
+) -> None:
+    """And what is off is no metric."""
+    batch = toy.shares(indifferent, 1, micro_batches=2)[0]
+    twice = replace(batch, steps=(*batch.steps, *batch.steps))
+    still = {"lr": 0.0, "megatron": LOSSES | {"moe_z_loss_coeff": 0.0}}
+    got = make(ROUTED, **still).train("start", "next", twice).metrics
+    want = losses_of(models / ROUTED, cut(toy, indifferent, 1, 2))
+    assert got["moe/aux_loss"] == pytest.approx(want["moe/aux_loss"], rel=1e-4)
+    assert "moe/z_loss" not in got
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -222,9 +239,10 @@ def test_losses_of_routers_are_the_same_in_every_layout(
     layout: str, pair: Path, toy: Any, models: Path, indifferent: Any
 ) -> None:
     ranks = 2 if layout in ("dp2", "ep2") else 1
-    want = norm_of_losses(models / ROUTED, cut(toy, indifferent, ranks, 2))
+    want = losses_of(models / ROUTED, cut(toy, indifferent, ranks, 2))
     for got in results(pair, f"loss-{layout}", 2):
-        assert got["metrics"]["grad_norm"] == pytest.approx(want, rel=1e-4)
+        found = {name: got["metrics"][name] for name in want}
+        assert found == pytest.approx(want, rel=1e-4)
 
 
 @pytest.mark.parametrize(
