@@ -16,7 +16,7 @@ from real_runs import REPO, Sluice
 
 from rlcore.engine.launch import EngineProcess
 from rlcore.engine.options import check_options
-from rlcore.engine.sglang import sglang_argv
+from rlcore.engine.sglang import DETERMINISTIC_ENV, sglang_argv
 from rlcore.errors import ConfigError
 from rlcore.net import free_port
 from rlcore.rollout.client import EngineClient, GenerateRequest
@@ -39,7 +39,9 @@ def start(tmp_path: Path) -> Iterator[Start]:
     """Starts a server of a tiny model with random weights, with more arguments."""
     made: list[EngineProcess] = []
 
-    def one(tp: int = 1, **more: Any) -> tuple[EngineProcess, Path]:
+    def one(
+        tp: int = 1, env: dict[str, str] | None = None, **more: Any
+    ) -> tuple[EngineProcess, Path]:
         build = runpy.run_path(str(REPO / "tests" / "contract" / "tiny_model.py"))["build"]
         model = build(tmp_path / "model", head_dim=64)
         port = free_port()
@@ -48,6 +50,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         engine.start(
             sglang_argv(model, port, tp=tp, dtype="bfloat16", extra=SERVER | more),
             tmp_path / "engine.log",
+            env,
         )
         engine.wait_healthy(400)
         return engine, model
@@ -72,7 +75,7 @@ def test_arguments_are_those_of_the_installed_server() -> None:
 
 
 def test_deterministic_inference_gives_the_same_tokens_in_any_company(start: Start) -> None:
-    engine, _ = start(enable_deterministic_inference=True)
+    engine, _ = start(env=DETERMINISTIC_ENV, enable_deterministic_inference=True)
     seeds = list(range(40))
     together = asyncio.run(answers(engine.url, seeds))
     assert asyncio.run(answers(engine.url, seeds)) == together

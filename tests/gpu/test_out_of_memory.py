@@ -1,5 +1,6 @@
 """A batch that really does not fit on a GPU: the sizes that are told."""
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -55,7 +56,18 @@ def batch() -> TrainBatch:
     return TrainBatch(0, (step,), COUNT, COUNT * LENGTH, rollout_log_probs=True)
 
 
-def test_sizes_are_told(tmp_path: Path) -> None:
+@pytest.fixture
+def cap() -> Iterator[Callable[[], None]]:
+    """Bounds what this process may take, until the test ends."""
+
+    def bound() -> None:
+        torch.cuda.set_per_process_memory_fraction(ROOM / torch.cuda.mem_get_info()[1])
+
+    yield bound
+    torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def test_sizes_are_told(tmp_path: Path, cap: Callable[[], None]) -> None:
     from rlcore.train.fsdp.trainer import FsdpTrainer
     from rlcore.train.ranks import one_rank
 
@@ -64,8 +76,7 @@ def test_sizes_are_told(tmp_path: Path) -> None:
         train = TrainConfig(precision="bfloat16", max_tokens_per_gpu=COUNT * LENGTH)
         trainer = FsdpTrainer(train, AlgorithmConfig(), temperature=1.0, seed=0, device="cuda")
         trainer.load(model(tmp_path / "model"), "start")
-        total = torch.cuda.mem_get_info()[1]
-        torch.cuda.set_per_process_memory_fraction(ROOM / total)
+        cap()
         with pytest.raises(OutOfMemory) as caught:
             trainer.train("start", "next", batch())
         said = str(caught.value)
@@ -74,4 +85,3 @@ def test_sizes_are_told(tmp_path: Path) -> None:
             assert part in said
         assert f"train.max_tokens_per_gpu = {COUNT * LENGTH}" in said
         assert trainer.dirty
-    torch.cuda.set_per_process_memory_fraction(1.0)
