@@ -15,6 +15,16 @@ def check_replay(config: "RunConfig") -> None:
             "algorithm.use_rollout_logprobs = true, where the trainer computes no old "
             "log-probs; set rollout.use_rollout_routing_replay = true, or remove one of them"
         )
+    if of_engine and config.run.mode == "sft":
+        raise ValueError(
+            "rollout.use_rollout_routing_replay = true replays the experts that engines chose, and "
+            "run.mode = 'sft' has none; remove it"
+        )
+    if config.train.use_routing_replay and algorithm.loss_type == "sft_loss":
+        raise ValueError(
+            "train.use_routing_replay = true has no effect with algorithm.loss_type = 'sft_loss', "
+            "for which no old log-probs are computed; remove it"
+        )
     if (config.train.use_routing_replay or of_engine) and config.train.context_parallel_size > 1:
         raise ValueError(
             f"train.context_parallel_size = {config.train.context_parallel_size} shares the "

@@ -9,6 +9,7 @@ from rlcore.errors import ConfigError
 
 Tree = dict[str, Any]
 ONE_EACH = {"n_samples_per_prompt": 1, "rollout_batch_size": 256}
+SFT: Tree = {"run": {"mode": "sft"}, "algorithm": {"loss_type": "sft_loss"}}
 ALONE = {"advantage_estimator": "reinforce_plus_plus"}
 
 
@@ -46,6 +47,14 @@ def held_out(**settings: Any) -> Tree:
                 "run": {"mode": "async"},
             },
             ("algorithm.tis_clip = 3.0", "algorithm.use_tis = false"),
+        ),
+        (
+            {"train": {"use_routing_replay": True}, "algorithm": {"loss_type": "sft_loss"}},
+            ("train.use_routing_replay = true", "algorithm.loss_type = 'sft_loss'"),
+        ),
+        (
+            SFT | {"rollout": ONE_EACH | {"use_rollout_routing_replay": True}},
+            ("rollout.use_rollout_routing_replay = true", "run.mode = 'sft' has none"),
         ),
         ({"train": {"lr_min": 1e-7}}, ("train.lr_min = 1e-07", "train.lr_schedule = 'constant'")),
         (
