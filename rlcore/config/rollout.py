@@ -113,14 +113,13 @@ class RolloutConfig(Section):
 
     @model_validator(mode="after")
     def _greedy_has_no_groups(self) -> "RolloutConfig":
-        for alone, mend in (
-            ("temperature = 0", "a temperature above 0"),
-            ("top_k = 1", "-1 (off) or 2 and up"),
+        for said, greedy, mend in (
+            ("temperature = 0", self.temperature == 0, "a temperature above 0"),
+            ("top_k = 1", self.top_k == 1, "-1 (off) or 2 and up"),
         ):
-            name, _, value = alone.partition(" = ")
-            if getattr(self, name) == int(value) and self.n_samples_per_prompt > 1:
+            if greedy and self.n_samples_per_prompt > 1:
                 raise ValueError(
-                    f"rollout.{alone} gives the same response n_samples_per_prompt "
+                    f"rollout.{said} gives the same response n_samples_per_prompt "
                     f"= {self.n_samples_per_prompt} times; use {mend}"
                 )
         return self

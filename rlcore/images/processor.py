@@ -39,6 +39,8 @@ def mark_of_images(folder: str | Path, tokenizer: str | Path) -> str | None:
         tokenizer: folder of its tokenizer.
     """
     token = _read(Path(folder) / "config.json").get("image_token_id")
+    if token is None:
+        return None
     config = _read(Path(tokenizer) / "tokenizer_config.json").get("added_tokens_decoder") or {}
     added = _read(Path(tokenizer) / "tokenizer.json").get("added_tokens") or []
     named = {str(one["id"]): one for one in added} | config
