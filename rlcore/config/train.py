@@ -86,13 +86,6 @@ class TrainConfig(Section):
                 f"train.lr_min = {self.lr_min} is above train.lr = {self.lr}, "
                 f"but train.lr_schedule = {self.lr_schedule!r} ends at train.lr_min"
             )
-        steps = self.num_iterations * self.num_steps_per_rollout
-        if self.lr_warmup_steps >= steps:
-            raise ValueError(
-                f"train.lr_warmup_steps = {self.lr_warmup_steps} takes all {steps} optimizer steps "
-                f"of the run, so that train.lr_schedule = {self.lr_schedule!r} never begins; lower "
-                "it, or use 'constant'"
-            )
         return self
 
 

@@ -58,10 +58,6 @@ def held_out(**settings: Any) -> Tree:
         ),
         ({"train": {"lr_min": 1e-7}}, ("train.lr_min = 1e-07", "train.lr_schedule = 'constant'")),
         (
-            {"train": {"lr_schedule": "cosine", "lr_warmup_steps": 100}},
-            ("train.lr_warmup_steps = 100", "all 100 optimizer steps", "never begins"),
-        ),
-        (
             {"rollout": {"top_k": 1}},
             ("rollout.top_k = 1 gives the same response", "2 and up"),
         ),
@@ -160,7 +156,7 @@ def test_it_is_refused(sections: Tree, words: tuple[str, ...]) -> None:
         {"algorithm": {"tis_clip": 3.0}, "run": {"mode": "async"}},
         {"algorithm": {"custom_loss_function_path": "m.f", "kl_loss_coef": 0.1}},
         {"train": {"lr_warmup_steps": 100}},
-        {"train": {"lr_schedule": "linear", "lr_min": 1e-7, "lr_warmup_steps": 99}},
+        {"train": {"lr_schedule": "linear", "lr_min": 1e-7, "lr_warmup_steps": 100}},
         {
             "run": {"mode": "debug-rollout-only"},
             "rollout": ONE_EACH | {"temperature": 0.0},
