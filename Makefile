@@ -28,11 +28,13 @@ $(INSTALLED):
 quickstart: install
 	$(BIN)/sluice train examples/quickstart/run.toml
 
-# Tests of parts side by side; those that start whole runs, which use all cores, one after another.
+# Tests of parts, then those that start whole runs: two side by side, for each waits a lot. Their files
+# begin in this order, long ones first.
 test: lint
 	@failed=0; \
 	$(BIN)/python -m pytest -n 2 --dist loadfile tests/unit tests/contract || failed=1; \
-	$(BIN)/python -m pytest tests/chaos tests/flows tests/security || failed=1; \
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder \
+	  tests/chaos tests/flows tests/security || failed=1; \
 	exit $$failed
 
 lint: install

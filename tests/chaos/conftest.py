@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 from chaos_runs import Calm, calm_run, tiny
+from once import once
 from real_runs import Sluice
 
 
 @pytest.fixture(scope="session")
 def calm(tmp_path_factory: pytest.TempPathFactory) -> Calm:
     """The tiny run, undisturbed."""
-    folder = tmp_path_factory.mktemp("calm")
-    return calm_run(folder, tiny(folder))
+    return once(tmp_path_factory, "calm", lambda folder: calm_run(folder, tiny(folder)))
 
 
 @pytest.fixture

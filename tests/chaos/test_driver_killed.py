@@ -26,10 +26,8 @@ from real_runs import Sluice
 FEW = [
     Point("tree", "rollout", "middle", 0),
     Point("flow", "reward", "committed", 0),
-    Point("tree", "train", "middle", 0),
     Point("tree", "train", "committed", 1),
     Point("flow", "evaluate", "parts", 1),
-    Point("tree", "iteration", "committed", 1),
 ]
 MORE = [
     Point("flow", "iteration", "before", 0),

@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from chaos_runs import Calm, outcome, tiny
 from real_runs import Sluice, wait_for
 from s3_servers import seaweed_server
 
+from rlcore.store.lease import read_lease
 from rlcore.store.objects import Objects
 from rlcore.store.paths import committed_key
 from rlcore.store.run_store import RunStore
@@ -95,11 +97,12 @@ def test_a_driver_that_slept_through_a_takeover_is_fenced(
 
 def _resume_once_free(place: Sluice) -> "subprocess.Popen[str]":
     """The driver that takes over: refused for as long as the lease of the other lasts."""
+    objects = Objects.open(str(place.root))
     while True:
         heir = place.start("resume", "two")
-        try:
-            heir.wait(8)
-        except subprocess.TimeoutExpired:
-            return heir
+        while heir.poll() is None:
+            if (held := read_lease(objects, "two")) and held["epoch"] == 2:
+                return heir
+            time.sleep(0.05)
         out, err = heir.communicate()
         assert heir.returncode == 1 and "run two is held by" in out + err, out + err

@@ -4,8 +4,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from once import once
 from real_runs import Sluice
 from shared_stack import shared_stack
+from undisturbed import Undisturbed, undisturbed
 
 
 @pytest.fixture(scope="session")
@@ -25,3 +27,9 @@ def sluice(tmp_path: Path, stack_env: dict[str, str]) -> Sluice:
 def sluice_alone(tmp_path: Path) -> Sluice:
     """The command, with a root, a server and a Ray of its own: its processes descend from it."""
     return Sluice(tmp_path / "root", cwd=tmp_path)
+
+
+@pytest.fixture(scope="session")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+    """The short run, undisturbed."""
+    return once(tmp_path_factory, "undisturbed", undisturbed)

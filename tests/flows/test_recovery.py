@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 from real_runs import Sluice, short, wait_for
 from run_processes import Which, is_actor, is_engine, pids, the_one
+from undisturbed import ITERATIONS, Undisturbed
 
-ITERATIONS = 6
 SETS = ("--set", "rollout.health_check_timeout_s=3")
 
 
-def test_a_run_survives_the_death_of_each_of_its_actors(tmp_path: Path) -> None:
+def test_a_run_survives_the_death_of_each_of_its_actors(
+    sluice: Sluice, tmp_path: Path, calm: Undisturbed
+) -> None:
     """One after another, in one run: engine killed, engine stopped, trainer, rollout worker."""
-    sluice, path = Sluice(tmp_path / "root", tmp_path), str(short(tmp_path, ITERATIONS))
-    sluice("train", path, "--run-id", "calm", *SETS)
-
+    path = str(short(tmp_path, ITERATIONS))
     process = sluice.start("train", path, "--run-id", "hurt", "--json", *SETS)
     blows: list[tuple[int, Which, int]] = [
         (0, is_engine, signal.SIGKILL),
@@ -33,10 +33,10 @@ def test_a_run_survives_the_death_of_each_of_its_actors(tmp_path: Path) -> None:
     assert process.returncode == 0, said
 
     assert sluice.json("verify", "hurt")["ok"]
-    calm, hurt = sluice.json("show", "calm"), sluice.json("show", "hurt")
+    hurt = sluice.json("show", "hurt")
     assert hurt["committed"] == ITERATIONS
-    assert hurt["state_sha256"] == calm["state_sha256"]
-    assert [m["reward"] for m in hurt["metrics"]] == [m["reward"] for m in calm["metrics"]]
+    assert hurt["state_sha256"] == calm.shown["state_sha256"]
+    assert [m["reward"] for m in hurt["metrics"]] == calm.rewards
     [lease] = (tmp_path / "root" / "runs" / "hurt").glob("lease.json")
     assert '"epoch":1,' in lease.read_text(), "the run was resumed, not mended"
     assert sum(m["cluster/engine_restarts"] for m in hurt["metrics"]) == 3
@@ -62,8 +62,10 @@ def test_one_engine_of_two_dies_and_one_rank_of_two(tmp_path: Path) -> None:
     assert hurt["state_sha256"] == calm["state_sha256"]
 
 
-def test_an_engine_that_never_stays_up_ends_the_run_and_says_so(tmp_path: Path) -> None:
-    sluice, path = Sluice(tmp_path / "root", tmp_path), str(short(tmp_path, ITERATIONS))
+def test_an_engine_that_never_stays_up_ends_the_run_and_says_so(
+    sluice: Sluice, tmp_path: Path
+) -> None:
+    path = str(short(tmp_path, ITERATIONS))
     process = sluice.start("train", path, "--run-id", "down", "--json", *SETS)
     wait_for(sluice.committed("down", 0).exists)
     while process.poll() is None:

@@ -6,40 +6,45 @@ from pathlib import Path
 
 import pytest
 from real_runs import QUICKSTART, Sluice, kill_tree, short, wait_for
+from undisturbed import ITERATIONS, Undisturbed
 
 
 @pytest.mark.timeout(600)
 def test_a_killed_run_ends_bit_equal_to_one_never_killed(
-    sluice_alone: Sluice, tmp_path: Path
+    sluice: Sluice, tmp_path: Path, calm: Undisturbed
 ) -> None:
     """And it may do so elsewhere: the runs, data and functions in other folders, no database."""
-    sluice = sluice_alone
-    config = short(tmp_path, iterations=7, more="state_interval = 2")
-    sluice("train", str(config), "--run-id", "calm")
-
+    config = short(tmp_path, ITERATIONS, more="state_interval = 2")
     process = sluice.start("train", str(config), "--run-id", "killed")
     wait_for(sluice.committed("killed", 2).exists)
     kill_tree(process.pid)
     process.wait(10)
     left = sluice.json("show", "killed")
     assert left["status"] == "interrupted"
-    assert 3 <= left["committed"] < 7
+    assert 3 <= left["committed"] < ITERATIONS
 
     there = Sluice(tmp_path / "elsewhere", tmp_path)
     shutil.copytree(Path(sluice.root) / "runs", tmp_path / "elsewhere" / "runs")
     files = shutil.copytree(QUICKSTART.parent, tmp_path / "files")
     printed = there("resume", "killed", *moved_to(files))
-    assert "7 iterations committed" in printed
+    assert f"{ITERATIONS} iterations committed" in printed
     assert there.json("verify", "killed")["ok"]
-    calm, killed = there.json("show", "calm"), there.json("show", "killed")
-    assert killed["state_sha256"] == calm["state_sha256"]
-    assert [m["reward"] for m in killed["metrics"]] == [m["reward"] for m in calm["metrics"]]
-    same = "select count(*) n from samples a join samples b using (iteration, index, tokens) "
-    rows = there.json("sql", same + "where a.run_id = 'calm' and b.run_id = 'killed'")
-    assert rows == [{"n": 7 * 64}]
+    killed = there.json("show", "killed")
+    assert killed["state_sha256"] == calm.shown["state_sha256"]
+    assert [m["reward"] for m in killed["metrics"]] == calm.rewards
+    samples = "sql", "select iteration, index, tokens from samples order by all"
+    rows = there.json(*samples)
+    assert rows == calm.sluice.json(*samples) and len(rows) == ITERATIONS * 64
 
     (files / "prompts.jsonl").write_text('{"prompt": "7=", "label": "777"}\n')
-    said = there("resume", "killed", *moved_to(files), "--set", "train.num_iterations=8", code=2)
+    said = there(
+        "resume",
+        "killed",
+        *moved_to(files),
+        "--set",
+        f"train.num_iterations={ITERATIONS + 1}",
+        code=2,
+    )
     assert "data.path of run killed holds something else than when the run was made" in said
 
 

@@ -2,12 +2,14 @@
 
 from pathlib import Path
 
+import pytest
 from real_runs import Sluice, kill_tree, short, wait_for
 from s3_servers import KEY, SECRET, seaweed_server
 
 from rlcore.store.objects import Objects
 
 
+@pytest.mark.slow
 def test_a_run_on_s3_survives_a_kill(tmp_path: Path) -> None:
     (tmp_path / "weed").mkdir()
     with seaweed_server(tmp_path / "weed") as server:

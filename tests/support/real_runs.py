@@ -63,7 +63,7 @@ def finish(process: subprocess.Popen[str], timeout: float) -> tuple[str, str]:
         raise
 
 
-def wait_for(what: Callable[[], bool], seconds: float = 120.0) -> None:
+def wait_for(what: Callable[[], bool], seconds: float = RUN_TIMEOUT_S) -> None:
     """Wait until `what` is true."""
     deadline = time.monotonic() + seconds
     while not what():

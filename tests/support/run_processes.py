@@ -8,6 +8,8 @@ import psutil
 from real_runs import wait_for
 
 Which = Callable[[dict[str, Any]], bool]
+HEAD_PID = "SLUICE_TEST_RAY_HEAD"
+"""In the environment of a run: the Ray head beside it, from which its actors descend."""
 
 
 def is_engine(info: dict[str, Any]) -> bool:
@@ -26,10 +28,13 @@ def is_actor(kind: str) -> Which:
 
 
 def pids(process: subprocess.Popen[str], which: Which) -> list[int]:
-    """Processes that descend from the command and are such ones."""
+    """Processes that descend from the command, or from the Ray beside it, and are such ones."""
     try:
-        tree = psutil.Process(process.pid).children(recursive=True)
-    except psutil.NoSuchProcess:
+        command = psutil.Process(process.pid)
+        tree = command.children(recursive=True)
+        if head := command.environ().get(HEAD_PID):
+            tree += psutil.Process(int(head)).children(recursive=True)
+    except psutil.Error:
         return []
     found = []
     for one in tree:

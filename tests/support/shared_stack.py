@@ -2,6 +2,7 @@
 earlier.
 
 Each run has a root of its own. A killed one's actors end by Ray's hand, soon after their driver.
+They descend from the head, which `HEAD_PID` names for `run_processes`.
 """
 
 import os
@@ -15,6 +16,7 @@ from pathlib import Path
 
 from prefect_servers import prefect_server
 from real_runs import kill_tree
+from run_processes import HEAD_PID
 
 from flows.commands.stack import head_argv
 from rlcore.cluster.ray_session import STARTS
@@ -55,6 +57,6 @@ def ray_head(folder: Path) -> Iterator[dict[str, str]]:
             break
     assert head.poll() is None and listens("127.0.0.1", port, 10.0), log.read_text()
     try:
-        yield found
+        yield found | {HEAD_PID: str(head.pid)}
     finally:
         kill_tree(head.pid)
