@@ -1,11 +1,14 @@
 """`check_plugin`: good functions of every kind pass, and each breach of a contract is named."""
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from flows.commands.check_plugin import check, quickstart_model
 from flows.exit_codes import DONE, FAILED
+from rlcore import plugin_check
+from rlcore.engine.launch import EngineProcess
 from rlcore.errors import PluginError
 from rlcore.plugin_check import Finding, check_plugin, kind_of
 from rlcore.plugins import Kind
@@ -24,6 +27,29 @@ def tried(folder: Path, body: str, kind: Kind, **options: object) -> dict[str, s
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return quickstart_model(tmp_path_factory.mktemp("model") / "made")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def engine() -> Iterator[None]:
+    """One engine for all checks, started by the first: each start takes seconds. They ask for the
+    same model.
+    """
+    running: list[EngineProcess] = []
+
+    class Shared(EngineProcess):
+        def start(self, argv: Sequence[str], log_path: str | Path, env: object = None) -> None:
+            if not running:
+                super().start(argv, log_path)
+                running.append(self)
+            self.url, self._process = running[0].url, running[0]._process
+
+        def stop(self, timeout: float = 10.0) -> None: ...
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plugin_check, "EngineProcess", Shared)
+        yield
+    for one in running:
+        EngineProcess.stop(one)
 
 
 @pytest.mark.parametrize(

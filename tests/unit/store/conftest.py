@@ -1,4 +1,8 @@
-"""Roots to run the store's tests on: a folder, memory, and two real S3 servers."""
+"""Roots to run the store's tests on: a folder, memory, and two real S3 servers.
+
+What objects promise is tested on all of them; what is built of objects on moto by the slow tests
+alone, for it answers slowly and SeaweedFS is the same to them.
+"""
 
 import uuid
 from collections.abc import Iterator
@@ -8,6 +12,17 @@ import pytest
 from s3_servers import Server, moto_server, seaweed_server
 
 from rlcore.store.objects import Objects
+
+OF_OBJECTS = ("test_objects.py", "test_s3.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Make those slow that repeat on moto what others do on SeaweedFS."""
+    for item in items:
+        params = getattr(item, "callspec", None) and item.callspec.params  # type: ignore[attr-defined]
+        on_moto = params and "moto" in (params.get("objects"), params.get("shared"))
+        if on_moto and item.path.name not in OF_OBJECTS:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session")

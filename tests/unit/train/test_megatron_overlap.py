@@ -112,16 +112,24 @@ def compare(folder: Path, layout: str, ways: Any, world: int, want: dict[str, An
                 assert got["log_probs"] == other["log_probs"], way
 
 
+def ways_of(layout: str) -> list[str]:
+    """Of two ranks: those that share sequences are compiled among the slow layouts."""
+    return [way for way in WAYS if (layout, way) != ("cp2", "compiled")]
+
+
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory, models: Path, batches: Any) -> Path:
     folder = tmp_path_factory.mktemp("pair")
-    run_ranks(folder, 2, cases(models, batches, OF_TWO, WAYS))
+    chosen: list[dict[str, Any]] = []
+    for layout, told in OF_TWO.items():
+        chosen += cases(models, batches, {layout: told}, ways_of(layout))
+    run_ranks(folder, 2, chosen)
     return folder
 
 
 @pytest.mark.parametrize("layout", OF_TWO)
 def test_overlap_changes_nothing(layout: str, pair: Path, expected: Any) -> None:
-    compare(pair, layout, WAYS, 2, expected(OF_TWO[layout][0]))
+    compare(pair, layout, ways_of(layout), 2, expected(OF_TWO[layout][0]))
 
 
 @pytest.fixture(scope="module")
