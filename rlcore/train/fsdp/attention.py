@@ -101,13 +101,15 @@ def packed_attention(
         )
     if _takes_uneven(query, value):
         return _variable_length(query[0], key[0], value[0], layout, scaling)[None], None
+    # Known to torch while it compiles: the comparison alone would be a symbol to it.
+    grouped = True if key.shape[1] != query.shape[1] else False  # noqa: SIM210
     mixed = scaled_dot_product_attention(
         layout.spread(query),
         layout.spread(key),
         layout.spread(value),
         is_causal=True,
         scale=scaling,
-        **({"enable_gqa": True} if key.shape[1] != query.shape[1] else {}),
+        enable_gqa=grouped,
     )
     return layout.gather(mixed), None
 
