@@ -174,10 +174,11 @@ def _check_draft(config: "RunConfig") -> None:
 def _check_arguments(config: "RunConfig") -> None:
     seen: dict[str, str] = {}
     for name in config.sglang:
-        other = seen.setdefault(name.replace("-", "_"), name)
+        argument = name.replace("-", "_")
+        other = seen.setdefault(argument, name)
         if other != name:
             raise ValueError(f"sglang.{other} and sglang.{name} are one argument; remove one")
-        setting = OWN_ARGUMENTS.get(name.replace("-", "_"))
+        setting = OWN_ARGUMENTS.get(argument)
         if setting is not None:
             advice = f"set {setting} instead" if setting else "remove it"
             raise ValueError(f"sglang.{name} is set by the run itself; {advice}")

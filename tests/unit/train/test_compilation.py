@@ -81,9 +81,8 @@ def counted(make_trainer: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Coun
     torch._dynamo.reset()
 
 
-def test_nothing_is_compiled_after_the_load(counted: Counted, toy: Any) -> None:
-    trainer, counter = counted()
-    assert counter.frame_count > 0
+def batches_compile_nothing(trainer: Any, counter: CompileCounter, toy: Any) -> None:
+    """Train on batches of other shapes."""
     made, state = counter.frame_count, "start"
     # Several micro-batches of several chunks, one of a single chunk, one of a single sequence.
     for number, samples in enumerate((40, 7, 1)):
@@ -91,6 +90,12 @@ def test_nothing_is_compiled_after_the_load(counted: Counted, toy: Any) -> None:
         trainer.train(state, f"after-{number}", batch)
         state = f"after-{number}"
         assert counter.frame_count == made, f"batch {number}"
+
+
+def test_nothing_is_compiled_after_the_load(counted: Counted, toy: Any) -> None:
+    trainer, counter = counted()
+    assert counter.frame_count > 0
+    batches_compile_nothing(trainer, counter, toy)
 
 
 def test_of_layers_with_experts_attention_alone_is_compiled(
@@ -114,12 +119,7 @@ def test_of_layers_with_experts_attention_alone_is_compiled(
         "model.layers.1",
         "model.layers.2.self_attn",
     }
-    made, state = counter.frame_count, "start"
-    for number, samples in enumerate((40, 7, 1)):
-        batch = toy.shares(toy.random_sequences(samples, seed=number), 1, max_tokens=256)[0]
-        trainer.train(state, f"after-{number}", batch)
-        state = f"after-{number}"
-        assert counter.frame_count == made, f"batch {number}"
+    batches_compile_nothing(trainer, counter, toy)
 
 
 def test_compiled_layers_come_to_the_same_numbers(
